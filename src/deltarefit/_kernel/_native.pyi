@@ -1,0 +1,82 @@
+"""Typed face of the C++ kernel: functions on integer views, no policy (docs/format.md §4-5).
+
+Element arrays are NumPy arrays of uint8, uint16, uint32 or uint64 with any strides; an array of more than one
+dimension is enumerated row by row. ``Array`` arguments that are only read may be read-only. All functions release
+the GIL. Nothing is written before everything about the call has been checked; ``ValueError`` says what is wrong.
+
+A *record* is the tuple (start, length, count, code, runs, gap_chain, run_chain, value_chain, escapes): columns 1-9
+of a payload's table. *Slices* are that delta's pieces, in this order: gap planes, run planes, then value planes, or
+two-bit codes and escape planes; each plane list is low planes first, chain last; pieces that do not apply are left
+out (``pieces`` names them). ``first`` is the row-major index in ``array`` of the delta's position 0; positions of the
+delta then lie in [first, first + length). Digest positions are record start + position.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.unsignedinteger[Any]]
+Record = tuple[int, int, int, int, int, int, int, int, int]
+Lanes = tuple[int, int]
+Slices = Sequence[bytes | memoryview | npt.NDArray[np.uint8]]
+
+def levels() -> list[str]:
+    """Instruction levels this CPU runs, worst first: "portable", then "avx2", "avx512" or "neon"."""
+
+def level() -> str:
+    """The one in use; the best unless ``use_level`` was called."""
+
+def use_level(name: str) -> None:
+    """Switch all later calls to a level of ``levels()``."""
+
+def count_changed(old: Array, new: Array) -> int:
+    """Number of positions that differ: a plain compare scan."""
+
+def extract(old: Array, new: Array) -> tuple[npt.NDArray[np.uint64], Array, Array]:
+    """Positions that differ, ascending, with their old and new values."""
+
+def encode(
+    old: Array,
+    new: Array,
+    start: int,
+    key: int,
+    kind: int = -1,
+    gap_planes: int = -1,
+    operation: int = -1,
+    packing: int = -1,
+) -> tuple[Record, list[tuple[str, bytes]], Lanes, Lanes] | None:
+    """The delta of two arrays of one shape whose element 0 is position ``start`` of a tensor with digest key ``key``.
+
+    Returns (record, [(stream name, bytes)] in slice order, pre sums, post sums), or None if nothing changed. The
+    choices left at -1 are taken by estimated compressed size. SET is only used when asked for; with SET and kind 2
+    (all) ``old`` is ignored for the values, and pre sums are of ``old``.
+    """
+
+def pieces(record: Record) -> list[tuple[str, int]]:
+    """(stream name, bytes) of each slice of a record. ValueError if the record itself breaks format §4.1."""
+
+def validate(record: Record, slices: Slices) -> None:
+    """Every check of format §4.6 on one delta. The functions below run it too before they touch anything."""
+
+def decode(record: Record, slices: Slices) -> tuple[npt.NDArray[np.uint64], Array]:
+    """(positions from the delta's start, values: XOR mask, modular difference or new value)."""
+
+def apply(record: Record, slices: Slices, array: Array, first: int = 0) -> None:
+    """Write the delta's operation into ``array``, once per listed position."""
+
+def apply_values(record: Record, slices: Slices, array: Array, values: Array, first: int = 0) -> None:
+    """Set the listed positions to ``values`` (count elements): the absolute form of the same delta."""
+
+def gather(record: Record, slices: Slices, array: Array, first: int = 0) -> Array:
+    """Live values at the listed positions."""
+
+def sums(record: Record, slices: Slices, array: Array, key: int, first: int = 0) -> Lanes:
+    """Digest sums of the live values at the listed positions."""
+
+def preview(record: Record, slices: Slices, array: Array, key: int, first: int = 0) -> tuple[Lanes, Lanes, Array]:
+    """(sums now, sums as they will be after ``apply``, values as they will be), without writing."""
+
+def digest(array: Array, start: int, key: int) -> Lanes:
+    """Digest sums of a whole array whose element 0 is position ``start``."""
