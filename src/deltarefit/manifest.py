@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from deltarefit.errors import FormatError
@@ -86,7 +86,7 @@ class Catalog(Record):
     @cached_property
     def identity(self) -> str:
         """SHA-256 of the catalog's bytes: two parties with one identity mean the same tensors by one index."""
-        return self.sha256()
+        return self.content_hash()
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -106,12 +106,14 @@ class Catalog(Record):
 
 @dataclass(frozen=True)
 class Run(Record):
-    """Create-once ``run``: the identity of a run, in every record and in the digest keys."""
+    """Create-once ``run``: the identity of a run, in every record and in the digest keys, and its one catalog."""
 
     run: str
+    catalog: str
 
     def __post_init__(self) -> None:
         _require(bool(_RUN_ID.fullmatch(self.run)), "run id is not 32 hex digits")
+        _require(bool(_SHA256.fullmatch(self.catalog)), "catalog is not a SHA-256")
 
 
 class Mode(str, enum.Enum):
@@ -126,13 +128,11 @@ class Intent(Record):
     attempt: int
     base: int
     base_digest: Digest
-    catalog: str
     mode: Mode
     nonce: str
 
     def __post_init__(self) -> None:
         _require(self.attempt > self.base, f"attempt {self.attempt} is not after base {self.base}")
-        _require(bool(_SHA256.fullmatch(self.catalog)), "catalog is not a SHA-256")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class PayloadRef(Record):
 
     sha256: str
     size: int
-    streams: dict[str, int]
+    streams: dict[str, int] = field(hash=False)
     deltas: int
     changed: int
     pre: Digest
@@ -229,7 +229,6 @@ class Anchor(Record):
 
     run: str
     version: int
-    catalog: str
     digest: Digest
     payloads: tuple[PayloadRef, ...]
     files: tuple[FileRef, ...]

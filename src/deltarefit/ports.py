@@ -8,15 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from deltarefit.elements import Elements
 from deltarefit.manifest import Catalog, Header
-
-Elements = npt.NDArray[np.unsignedinteger[Any]]
-"""A view of elements as unsigned integers; any strides; row-major order is canonical order."""
 
 
 class Store(Protocol):

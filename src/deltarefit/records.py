@@ -75,7 +75,7 @@ class Record:
             raise FormatError(f"{where}: bytes are not canonical")
         return record
 
-    def sha256(self) -> str:
+    def content_hash(self) -> str:
         """Hash of the record's bytes, by which other records name it."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 

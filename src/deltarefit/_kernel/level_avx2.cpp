@@ -1,0 +1,2 @@
+#define DR_LEVEL avx2
+#include "level.inl"

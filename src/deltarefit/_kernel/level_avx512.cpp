@@ -1,0 +1,2 @@
+#define DR_LEVEL avx512
+#include "level.inl"

@@ -1,0 +1,2 @@
+#define DR_LEVEL neon
+#include "level.inl"

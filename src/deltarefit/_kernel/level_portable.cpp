@@ -1,0 +1,2 @@
+#define DR_LEVEL portable
+#include "level.inl"

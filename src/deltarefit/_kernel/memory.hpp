@@ -1,0 +1,44 @@
+// Growing scratch memory, one set per thread, so that a steady stream of calls allocates nothing.
+#pragma once
+
+#include "types.hpp"
+
+namespace deltarefit {
+
+// A block of raw memory. grow() keeps the first `used` bytes; false when there is no memory.
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer();
+
+  bool grow(u64 bytes, u64 used);
+  void release();
+  u64 capacity() const { return capacity_; }
+  u8* data() const { return data_; }
+  template <class T>
+  T* as() const {
+    return reinterpret_cast<T*>(data_);
+  }
+
+ private:
+  u8* data_ = nullptr;
+  u64 capacity_ = 0;
+};
+
+struct Scratch {
+  Buffer gaps;      // gaps of the changed positions, u32 or u64
+  Buffer olds;      // their old values
+  Buffer news;      // their new values
+  Buffer work[3];   // derived arrays: run gaps and lengths, stored values, escapes
+  Buffer sample;    // what the choice looks at
+  Buffer out;       // bytes of the pieces
+
+  // Give back what one very large call needed, so that idle threads hold little.
+  void trim();
+};
+
+Scratch& thread_scratch();
+
+}  // namespace deltarefit

@@ -1,0 +1,115 @@
+// Integers to byte planes and chains, values to two-bit codes (docs/format.md §4.2, §4.4). Part of level.inl.
+
+namespace deltarefit::DR_LEVEL {
+
+// The part of `value` that the chain carries when there are `planes` planes.
+template <class T>
+inline T quotient(T value, u32 planes) {
+  const u32 shift = 8 * (planes - 1);
+  return shift >= 8 * sizeof(T) ? T(0) : T(value >> shift);
+}
+
+// Bytes of a chain beyond one per integer.
+template <class T>
+inline u64 chain_extra(const T* values, u64 n, u32 planes) {
+  u64 extra = 0;
+  for (u64 i = 0; i < n; ++i) extra += quotient(values[i], planes) / 255;
+  return extra;
+}
+
+template <class T>
+inline void pack_plane(const T* values, u64 n, u32 plane, u8* out) {
+  const u32 shift = 8 * plane;
+  if (shift >= 8 * sizeof(T)) {
+    __builtin_memset(out, 0, n);
+    return;
+  }
+  for (u64 i = 0; i < n; ++i) out[i] = u8(values[i] >> shift);
+}
+
+// Returns the end of what was written. Whole blocks without a quotient above 254 are one narrowing copy.
+template <class T>
+inline u8* pack_chain(const T* values, u64 n, u32 planes, u8* out) {
+  constexpr u64 kBlock = 64;
+  for (u64 i = 0; i < n;) {
+    const u64 m = n - i < kBlock ? n - i : kBlock;
+    T large = 0;
+    for (u64 j = 0; j < m; ++j) large |= T(quotient(values[i + j], planes) > 254);
+    if (!large) {
+      for (u64 j = 0; j < m; ++j) out[j] = u8(quotient(values[i + j], planes));
+      out += m;
+    } else {
+      for (u64 j = 0; j < m; ++j) {
+        const T q = quotient(values[i + j], planes);
+        const u64 full = u64(q) / 255;
+        __builtin_memset(out, 255, full);
+        out += full;
+        *out++ = u8(u64(q) - 255 * full);
+      }
+    }
+    i += m;
+  }
+  return out;
+}
+
+// All planes of an array, one behind the other; returns the end. The chain's length is n + chain_extra.
+template <class T>
+inline u8* pack_array(const T* values, u64 n, u32 planes, u8* out) {
+  for (u32 plane = 0; plane + 1 < planes; ++plane, out += n) pack_plane(values, n, plane, out);
+  return pack_chain(values, n, planes, out);
+}
+
+// Two-bit codes of n values to ceil(n / 4) bytes; what exceeds code 2 goes to `escapes` less 3. Returns how many do.
+template <class W>
+inline u64 pack_two_bit(const W* values, u64 n, u8* out, W* escapes) {
+  u64 escaped = 0;
+  for (u64 i = 0; i < n; i += 4) {
+    u32 byte = 0;
+    const u64 m = n - i < 4 ? n - i : 4;
+    for (u64 j = 0; j < m; ++j) {
+      const W value = values[i + j];
+      byte |= (value < 3 ? u32(value) : 3u) << (2 * j);
+      escapes[escaped] = W(value - 3);
+      escaped += value >= 3;
+    }
+    *out++ = u8(byte);
+  }
+  return escaped;
+}
+
+// Differences as stored (docs/format.md §4.4): `sparse` deltas never hold 0 and store one less.
+template <class W>
+inline W stored_difference(W older, W newer, W sparse) {
+  const W d = W(newer - older);
+  const W sign = W(0) - W(d >> (8 * sizeof(W) - 1));
+  return W(W(W(d << 1) ^ sign) - sparse);
+}
+
+template <class W>
+inline void stored_values(u32 operation, bool sparse, const W* olds, const W* news, u64 n, W* out) {
+  const W less = W(sparse ? 1 : 0);
+  if (operation == kXor) {
+    for (u64 i = 0; i < n; ++i) out[i] = W(olds[i] ^ news[i]);
+  } else if (operation == kAdd) {
+    for (u64 i = 0; i < n; ++i) out[i] = stored_difference(olds[i], news[i], less);
+  } else {
+    __builtin_memcpy(out, news, n * sizeof(W));
+  }
+}
+
+// Gaps of single positions to gaps and lengths-minus-one of runs; returns the number of runs.
+template <class G>
+inline u64 runs_of_gaps(const G* gaps, u64 n, G* run_gaps, G* run_lengths) {
+  u64 runs = 0;
+  for (u64 i = 0; i < n; ++i) {
+    if (i == 0 || gaps[i] != 0) {
+      run_gaps[runs] = runs == 0 ? gaps[i] : G(gaps[i] - 1);
+      run_lengths[runs++] = 0;
+    } else {
+      ++run_lengths[runs - 1];
+    }
+  }
+  return runs;
+}
+
+}  // namespace deltarefit::DR_LEVEL

@@ -1,0 +1,96 @@
+"""Anchors: full versions from which a late joiner starts (protocol §3.7).
+
+An anchor is payloads that set every element once, the side files of the checkpoint, and a record that is written last
+and create-once; a directory without that record is nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+from deltarefit.codec import ALL, SET, Delta, check_object, open_payload
+from deltarefit.errors import AlreadyExistsError, FormatError
+from deltarefit.events import Emit, Event
+from deltarefit.manifest import Anchor, Catalog, FileRef, PayloadRef
+from deltarefit.records import Digest
+from deltarefit.runlog import RunLog, anchor_prefix
+from deltarefit.weights import Weights
+
+
+def seal_anchor(
+    log: RunLog, version: int, digest: Digest, payloads: Sequence[PayloadRef], files: Mapping[str, bytes]
+) -> Anchor:
+    """Store the side files, then the record. The payloads are in the store already."""
+    refs = tuple(_put_file(log, version, name, data) for name, data in sorted(files.items()))
+    anchor = Anchor(log.run, version, digest, tuple(payloads), refs)
+    try:
+        log.store.create(anchor_prefix(version) + "anchor", anchor.to_bytes())
+    except AlreadyExistsError:
+        found = log.anchor(version)
+        if found is None or found.digest != digest:
+            raise
+        return found
+    return anchor
+
+
+def _put_file(log: RunLog, version: int, name: str, data: bytes) -> FileRef:
+    sha256 = hashlib.sha256(data).hexdigest()
+    log.store.put(f"{anchor_prefix(version)}file/{sha256}", data)
+    return FileRef(name, sha256, len(data))
+
+
+def read_files(log: RunLog, anchor: Anchor) -> dict[str, bytes]:
+    """The side files of an anchor, checked."""
+    files = {}
+    for ref in anchor.files:
+        data = log.store.get(f"{anchor_prefix(anchor.version)}file/{ref.sha256}")
+        check_object(data, ref.sha256, ref.size, f"side file {ref.name}")
+        files[ref.name] = data
+    return files
+
+
+def load_anchor(log: RunLog, anchor: Anchor, weights: Weights, emit: Emit) -> None:
+    """Set every element of ``weights`` from the anchor; bytes are durable on return. Proving them is the caller's."""
+    weights.target.seed(log.catalog, read_files(log, anchor))
+    coverage = _Coverage(log.catalog)
+    total, done = sum(ref.size for ref in anchor.payloads), 0
+    for ref in anchor.payloads:
+        data = log.store.get(f"{anchor_prefix(anchor.version)}pl/{ref.sha256}")
+        deltas = open_payload(data, ref, log.catalog)
+        coverage.add(deltas)
+        weights.apply(deltas)
+        done += ref.size
+        emit(Event("progress", "seed", anchor.version, done=done, total=total))
+    coverage.finish()
+    weights.target.flush()
+
+
+class _Coverage:
+    """Checks that an anchor's deltas set every element of the catalog exactly once, in order."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._tensor, self._next = 0, 0
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            self._skip_finished()
+            whole = delta.operation == SET and delta.record[3] & 3 == ALL
+            if not whole or (delta.tensor, delta.start) != (self._tensor, self._next):
+                raise FormatError(
+                    "an anchor does not set every element once, in order",
+                    expected=f"tensor {self._tensor} from {self._next}",
+                    found=f"tensor {delta.tensor} from {delta.start}",
+                )
+            self._next = delta.stop
+
+    def finish(self) -> None:
+        self._skip_finished()
+        if self._tensor != len(self._catalog.tensors):
+            raise FormatError(f"an anchor ends at tensor {self._tensor} of {len(self._catalog.tensors)}")
+
+    def _skip_finished(self) -> None:
+        tensors = self._catalog.tensors
+        while self._tensor < len(tensors) and self._next == tensors[self._tensor].numel:
+            self._tensor, self._next = self._tensor + 1, 0

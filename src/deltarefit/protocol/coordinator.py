@@ -1,0 +1,210 @@
+"""The coordinator's state machine with one producer (protocol §3.5-3.6). Pure.
+
+It walks the log to its tail, closes an open attempt it finds there with ABORT, opens the next one, has it encoded, and
+decides it by one create-once outcome. Every create whose answer is lost is read back and told apart by nonce.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+
+from deltarefit.errors import IntegrityError, ProtocolError
+from deltarefit.manifest import Decision, Intent, Mode, Outcome, ProducerManifest
+from deltarefit.protocol.messages import (
+    Action,
+    Attempt,
+    AttemptRead,
+    Created,
+    CreateIntent,
+    CreateManifest,
+    CreateOutcome,
+    Encode,
+    Encoded,
+    EncodeFailed,
+    Event,
+    NotCreated,
+    ReadAttempt,
+)
+from deltarefit.records import Digest
+
+
+class Phase(enum.Enum):
+    TAIL = "tail"
+    ABORTING = "aborting"
+    """Closing somebody's open attempt."""
+    OPENING = "opening"
+    ENCODING = "encoding"
+    SEALING = "sealing"
+    COMMITTING = "committing"
+    FAILING = "failing"
+    """Closing our own attempt after an error."""
+    COMMITTED = "committed"
+    LOST = "lost"
+    """Somebody else decided our attempt, or opened it before us."""
+    FAILED = "failed"
+
+
+FINAL = frozenset({Phase.COMMITTED, Phase.LOST, Phase.FAILED})
+Step = tuple["Coordinator", tuple[Action, ...]]
+
+
+@dataclass(frozen=True)
+class Coordinator:
+    """One publish. Starts by reading attempt ``number``; ``base`` and ``digest`` are of the last COMMIT seen."""
+
+    run: str
+    nonce: str
+    phase: Phase = Phase.TAIL
+    number: int = 1
+    base: int = 0
+    digest: Digest = Digest()
+    intent: Intent | None = None
+    manifest: ProducerManifest | None = None
+    outcome: Outcome | None = None
+    reason: str = ""
+
+    def start(self) -> Step:
+        return self, (ReadAttempt(self.number),)
+
+    def on(self, event: Event) -> Step:
+        """The next state and what to do. ``ProtocolError`` for an event that this phase does not allow."""
+        handler = _HANDLERS.get((self.phase, type(event)))
+        if handler is None:
+            raise ProtocolError(f"a coordinator in phase {self.phase.value} met {type(event).__name__}")
+        return handler(self, event)  # type: ignore[no-any-return]
+
+    # ------------------------------------------------------------------------------------ finding the tail
+
+    def _tail(self, event: AttemptRead) -> Step:
+        attempt = event.attempt
+        if attempt.intent is None:
+            return self._open(attempt.number)
+        if attempt.intent.base != self.base:
+            what = f"history is not linear at attempt {attempt.number}"
+            raise IntegrityError(what, expected=f"base {self.base}", found=f"base {attempt.intent.base}")
+        if attempt.open:
+            abort = self._abort_of(attempt.number, attempt.intent.base, "closed by the next opener")
+            return replace(self, phase=Phase.ABORTING, number=attempt.number), (CreateOutcome(abort),)
+        return self._past(attempt)
+
+    def _past(self, attempt: Attempt) -> Step:
+        passed = replace(self, phase=Phase.TAIL, number=attempt.number + 1)
+        if attempt.committed and attempt.outcome is not None:
+            passed = replace(passed, base=attempt.number, digest=attempt.outcome.digest)
+        return passed, (ReadAttempt(passed.number),)
+
+    def _aborted(self, event: Event) -> Step:
+        """Ours, another's ABORT, or a COMMIT that came first: the register decides, so read it."""
+        return replace(self, phase=Phase.TAIL), (ReadAttempt(self.number),)
+
+    # ------------------------------------------------------------------------------------ opening
+
+    def _open(self, number: int) -> Step:
+        intent = Intent(self.run, number, self.base, self.digest, Mode.STAGE, self.nonce)
+        return replace(self, phase=Phase.OPENING, number=number, intent=intent), (CreateIntent(intent),)
+
+    def _opened(self, event: Created) -> Step:
+        return replace(self, phase=Phase.ENCODING), (Encode(self._intent()),)
+
+    def _reread(self, event: NotCreated) -> Step:
+        return self, (ReadAttempt(self.number),)
+
+    def _open_answer(self, event: AttemptRead) -> Step:
+        found = event.attempt.intent
+        if found is None:
+            return self, (CreateIntent(self._intent()),)
+        if found.nonce != self.nonce:
+            return self._stop(Phase.LOST, f"attempt {self.number} was opened by another publisher")
+        return self._opened(Created())
+
+    # ------------------------------------------------------------------------------------ sealing
+
+    def _encoded(self, event: Encoded) -> Step:
+        intent, manifest = self._intent(), event.manifest
+        if (manifest.attempt, manifest.base) != (intent.attempt, intent.base):
+            raise ProtocolError(f"a manifest of attempt {manifest.attempt} came back for {intent.attempt}")
+        if intent.base and intent.base_digest + manifest.shift != event.digest:
+            return self._fail(EncodeFailed("the new digest does not follow from the base and the payloads"))
+        outcome = Outcome(
+            self.run, self.number, Decision.COMMIT, self.base, event.digest, (manifest.content_hash(),), event.anchor, self.nonce
+        )
+        sealing = replace(self, phase=Phase.SEALING, manifest=manifest, outcome=outcome)
+        return sealing, (CreateManifest(manifest),)
+
+    def _sealed(self, event: Created) -> Step:
+        return replace(self, phase=Phase.COMMITTING), (CreateOutcome(self._outcome()),)
+
+    def _seal_answer(self, event: AttemptRead) -> Step:
+        if event.attempt.outcome is not None:
+            return self._decided(event)
+        if event.attempt.manifest is None:
+            return self, (CreateManifest(self._manifest()),)
+        if event.attempt.manifest != self.manifest:
+            return self._fail(EncodeFailed("another producer sealed this attempt with other payloads"))
+        return self._sealed(Created())
+
+    # ------------------------------------------------------------------------------------ deciding
+
+    def _committed(self, event: Created) -> Step:
+        return replace(self, phase=Phase.COMMITTED), ()
+
+    def _decided(self, event: AttemptRead) -> Step:
+        found = event.attempt.outcome
+        if found is None:
+            return self, (CreateOutcome(self._outcome()),)
+        if found.nonce != self.nonce:
+            return self._stop(Phase.LOST, found.reason or f"attempt {self.number} was decided by another publisher")
+        return replace(self, phase=Phase.COMMITTED if event.attempt.committed else Phase.FAILED), ()
+
+    def _fail(self, event: EncodeFailed) -> Step:
+        abort = self._abort_of(self.number, self.base, event.reason)
+        failing = replace(self, phase=Phase.FAILING, outcome=abort, reason=event.reason)
+        return failing, (CreateOutcome(abort),)
+
+    def _failed(self, event: Event) -> Step:
+        """Whether our ABORT was first does not matter: any outcome closes the attempt, and it is not our COMMIT."""
+        return self._stop(Phase.FAILED, self.reason)
+
+    # ------------------------------------------------------------------------------------ parts
+
+    def _stop(self, phase: Phase, reason: str) -> Step:
+        return replace(self, phase=phase, reason=reason), ()
+
+    def _abort_of(self, number: int, base: int, reason: str) -> Outcome:
+        return Outcome(self.run, number, Decision.ABORT, base, Digest(), (), 0, self.nonce, reason[:1000])
+
+    def _intent(self) -> Intent:
+        return _present(self.intent, "intent")
+
+    def _manifest(self) -> ProducerManifest:
+        return _present(self.manifest, "manifest")
+
+    def _outcome(self) -> Outcome:
+        return _present(self.outcome, "outcome")
+
+
+def _present(value, name: str):  # type: ignore[no-untyped-def]
+    if value is None:
+        raise ProtocolError(f"the coordinator has no {name} yet")
+    return value
+
+
+_HANDLERS = {
+    (Phase.TAIL, AttemptRead): Coordinator._tail,
+    (Phase.ABORTING, Created): Coordinator._aborted,
+    (Phase.ABORTING, NotCreated): Coordinator._aborted,
+    (Phase.OPENING, Created): Coordinator._opened,
+    (Phase.OPENING, NotCreated): Coordinator._reread,
+    (Phase.OPENING, AttemptRead): Coordinator._open_answer,
+    (Phase.ENCODING, Encoded): Coordinator._encoded,
+    (Phase.ENCODING, EncodeFailed): Coordinator._fail,
+    (Phase.SEALING, Created): Coordinator._sealed,
+    (Phase.SEALING, NotCreated): Coordinator._reread,
+    (Phase.SEALING, AttemptRead): Coordinator._seal_answer,
+    (Phase.COMMITTING, Created): Coordinator._committed,
+    (Phase.COMMITTING, NotCreated): Coordinator._reread,
+    (Phase.COMMITTING, AttemptRead): Coordinator._decided,
+    (Phase.FAILING, Created): Coordinator._failed,
+    (Phase.FAILING, NotCreated): Coordinator._failed,
+}

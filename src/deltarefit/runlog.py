@@ -1,0 +1,192 @@
+"""The log of one run in a store: keys, reading attempts, finding the head and anchors (docs/format.md §1).
+
+Every record read is checked: its own hash, its run, its place, and that the records of an attempt belong together.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from typing import TypeVar
+
+from deltarefit.errors import AlreadyExistsError, BaseMismatch, FormatError, IntegrityError, NotFoundError
+from deltarefit.manifest import Anchor, Catalog, Hint, Intent, Outcome, ProducerManifest, Run
+from deltarefit.ports import Store
+from deltarefit.protocol.messages import Attempt, check_attempt
+from deltarefit.records import Record
+
+R = TypeVar("R", bound=Record)
+
+RUN, HINT = "run", "head"
+LATE_VISIBILITY_S = 10.0
+"""How long a record that must exist may stay invisible before that is called an error (F13)."""
+
+
+def attempt_key(number: int, name: str) -> str:
+    return f"a/{number:010d}/{name}"
+
+
+def payload_prefix(number: int) -> str:
+    return attempt_key(number, "pl/")
+
+
+def anchor_prefix(version: int) -> str:
+    return f"anchor/{version:010d}/"
+
+
+class RunLog:
+    """One run's log. ``run`` and ``catalog`` never change."""
+
+    def __init__(self, store: Store, run: Run, catalog: Catalog) -> None:
+        self.store = store
+        self.run = run.run
+        self.catalog = catalog
+
+    @classmethod
+    def open(cls, store: Store) -> RunLog:
+        """The run in ``store``; ``NotFoundError`` if nothing was published there."""
+        try:
+            run = Run.from_bytes(store.get(RUN), "run")
+        except NotFoundError as error:
+            raise NotFoundError(
+                f"no run at {store.url}", next_step="Publish a checkpoint there first, or check the address."
+            ) from error
+        return cls(store, run, _read_catalog(store, run.catalog))
+
+    @classmethod
+    def open_or_create(cls, store: Store, catalog: Catalog) -> RunLog:
+        """The run in ``store``, created if there is none. ``BaseMismatch`` if it has another catalog."""
+        try:
+            log = cls.open(store)
+        except NotFoundError:
+            log = cls._create(store, catalog)
+        check_catalog(catalog, log.catalog)
+        return log
+
+    @classmethod
+    def _create(cls, store: Store, catalog: Catalog) -> RunLog:
+        store.put(f"catalog/{catalog.identity}", catalog.to_bytes())
+        try:
+            store.create(RUN, Run(secrets.token_hex(16), catalog.identity).to_bytes())
+        except AlreadyExistsError:
+            pass  # another publisher was first, or this is our own success seen twice: what stands there counts
+        return cls.open(store)
+
+    def read(self, kind: type[R], key: str) -> R | None:
+        """The record at ``key``, or None if there is none."""
+        try:
+            data = self.store.get(key)
+        except NotFoundError:
+            return None
+        record = kind.from_bytes(data, key)
+        run = getattr(record, "run", self.run)
+        if run != self.run:
+            raise BaseMismatch(f"{key} belongs to another run", expected=self.run, found=run)
+        return record
+
+    def attempt(self, number: int) -> Attempt:
+        """All records of one attempt. Read in the order intent, outcome, manifest: each implies the ones before it
+        in time, so a COMMIT without its manifest is only ever late visibility, which is waited for."""
+        deadline = time.monotonic() + LATE_VISIBILITY_S
+        while True:
+            try:
+                return self._attempt_now(number)
+            except IntegrityError as error:
+                if isinstance(error, FormatError) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+
+    def _attempt_now(self, number: int) -> Attempt:
+        intent = self.read(Intent, attempt_key(number, "intent"))
+        if intent is None:
+            return Attempt(number)
+        outcome = self.read(Outcome, attempt_key(number, "outcome"))
+        manifest = self.read(ProducerManifest, attempt_key(number, "p/0"))
+        for record in (intent, outcome, manifest):
+            if record is not None and record.attempt != number:
+                raise FormatError(f"a record of attempt {record.attempt} stands in the place of {number}")
+        attempt = Attempt(number, intent, manifest, outcome)
+        check_attempt(attempt)
+        return attempt
+
+    def hint(self) -> Hint:
+        """Where to start looking. Wrong or missing hints only cost time."""
+        try:
+            return self.read(Hint, HINT) or Hint(0, 0)
+        except FormatError:
+            return Hint(0, 0)
+
+    def put_hint(self, head: int, anchor: int) -> None:
+        self.store.put(HINT, Hint(head, anchor).to_bytes())
+
+    def attempts(self, first: int) -> Iterator[Attempt]:
+        """Every attempt from ``first`` to the tail."""
+        while (attempt := self.attempt(first)).intent is not None:
+            yield attempt
+            first += 1
+
+    def commits(self, first: int = 1) -> Iterator[Attempt]:
+        """Every committed attempt from ``first`` on."""
+        return (attempt for attempt in self.attempts(first) if attempt.committed)
+
+    def head(self) -> Attempt | None:
+        """The newest committed attempt, or None."""
+        hinted = self.hint().head
+        start = hinted if hinted and self.attempt(hinted).committed else 1
+        newest = None
+        for commit in self.commits(start):
+            newest = commit
+        return newest
+
+    def version(self, number: int) -> Attempt:
+        """The committed attempt ``number``; ``NotFoundError`` if it is not a version of this run."""
+        attempt = self.attempt(number)
+        if not attempt.committed:
+            state = "open" if attempt.open else "aborted" if attempt.intent else "not there"
+            raise NotFoundError(f"version {number} is not committed", found=f"attempt {number} is {state}")
+        return attempt
+
+    def anchor(self, version: int) -> Anchor | None:
+        """The anchor record of ``version``, if it was written."""
+        anchor = self.read(Anchor, anchor_prefix(version) + "anchor") if version else None
+        if anchor is not None and anchor.version != version:
+            raise FormatError(f"the anchor of version {anchor.version} stands in the place of {version}")
+        return anchor
+
+    def newest_anchor(self) -> tuple[Anchor, Attempt] | None:
+        """The newest anchor that hint or head know of, with the commit of its version."""
+        head = self.head()
+        if head is None or head.outcome is None:
+            return None
+        for version in sorted({self.hint().anchor, head.outcome.anchor}, reverse=True):
+            anchor = self.anchor(version)
+            if anchor is not None and (commit := self.attempt(version)).committed:
+                return anchor, commit
+        return None
+
+
+def _read_catalog(store: Store, identity: str) -> Catalog:
+    catalog = Catalog.from_bytes(store.get(f"catalog/{identity}"), "catalog")
+    if catalog.identity != identity:
+        raise FormatError("the catalog is not the one of this run", expected=identity, found=catalog.identity)
+    return catalog
+
+
+def check_catalog(found: Catalog, expected: Catalog) -> None:
+    """``BaseMismatch`` that names the first tensor in which two catalogs differ."""
+    if found.identity == expected.identity:
+        return
+    ours, theirs = ({e.name: e for e in c.tensors} for c in (expected, found))
+    step = "Publish a checkpoint of the same model, or start a new run in another store."
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            a, b = _describe(ours.get(name)), _describe(theirs.get(name))
+            raise BaseMismatch(f"tensor {name} is not that of this run", expected=a, found=b, next_step=step)
+
+
+def _describe(entry: object) -> str:
+    if entry is None:
+        return "no such tensor"
+    tied = f", tied to {list(entry.aliases)}" if getattr(entry, "aliases", ()) else ""
+    return f"{entry.dtype} {list(entry.shape)}{tied}"  # type: ignore[attr-defined]

@@ -1,0 +1,249 @@
+"""The receiver machine: explored state by state with crashes; each rule has a mutant that dies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from deltarefit.errors import IntegrityError, ProtocolError
+from deltarefit.manifest import State
+from deltarefit.protocol import follower as f
+from deltarefit.protocol import messages as m
+from deltarefit.protocol.follower import Follower, Phase
+from deltarefit.records import Digest
+from tests import explorer as x
+
+
+def test_every_reachable_state_is_right_and_recovers() -> None:
+    states, bad = x.explore()
+    assert bad is None
+    assert states > 1_000
+
+
+def test_more_crashes() -> None:
+    states, bad = x.explore(crashes=3, losses=0)
+    assert bad is None
+    assert states > 1_000
+
+
+class Mutant(Follower):
+    """Follower whose handlers are looked up by name, so that a subclass can break one of them."""
+
+    def on(self, event: m.Event) -> f.Step:
+        handler = f._HANDLERS[self.phase, type(event)]
+        mutated = getattr(self, getattr(handler, "__name__", ""), None)
+        return mutated(event) if mutated else handler(self, event)
+
+
+class NoClassify(Mutant):
+    """M14: redo without classification."""
+
+    def _classified(self, event: m.Classified) -> f.Step:
+        ops = (m.Op.APPLY,) * len(event.live)
+        return replace(self, phase=Phase.WRITING), (m.Write(self._attempt(), ops),)
+
+    def _written(self, event: m.Written) -> f.Step:
+        return self._committed()
+
+
+class NoPostCheck(Mutant):
+    """CLEAN without reading back, with a redo that trusts nothing was torn."""
+
+    def _classified(self, event: m.Classified) -> f.Step:
+        refs = self._manifest_refs()
+        ops = tuple(m.Op.SKIP if v != r.pre else m.Op.APPLY for v, r in zip(event.live, refs, strict=True))
+        return replace(self, phase=Phase.WRITING), (m.Write(self._attempt(), ops),)
+
+    def _written(self, event: m.Written) -> f.Step:
+        return self._committed()
+
+
+class HeaderLate(Mutant):
+    """M15: the header says DIRTY only after the bytes were written."""
+
+    def _decided(self, attempt: m.Attempt) -> f.Step:
+        after, actions = super()._decided(attempt)
+        if len(actions) == 3 and isinstance(actions[2], m.Write):
+            return after, (actions[0], actions[2], actions[1])
+        return after, actions
+
+
+class NoBaseCheck(Mutant):
+    """M12: a delta is staged whatever its base."""
+
+    def _is_base_of(self, attempt: m.Attempt) -> bool:
+        return True
+
+    def _staged(self, event: m.Staged) -> f.Step:
+        return replace(self, phase=Phase.STAGED)._decided(self._attempt())
+
+    def _seen(self, event: m.AttemptRead) -> f.Step:
+        if event.attempt.number == 2 and event.attempt.intent:
+            return self, (m.ReadAttempt(4),)
+        return super()._seen(event)
+
+
+class AppliesAborted(Mutant):
+    """Takes any outcome for a COMMIT."""
+
+    def _seen(self, event: m.AttemptRead) -> f.Step:
+        attempt = event.attempt
+        if attempt.number > self.version and attempt.outcome and not attempt.committed:
+            return self._stage(attempt)
+        return super()._seen(event)
+
+    def _decided(self, attempt: m.Attempt) -> f.Step:
+        if attempt.outcome and not attempt.committed:
+            ops = (m.Op.APPLY,) * len(self._manifest_refs())
+            dirty = m.WriteHeader(self._header(State.DIRTY, attempt.number))
+            return replace(self, phase=Phase.WRITING), (m.Pause(), dirty, m.Write(attempt, ops))
+        return super()._decided(attempt)
+
+
+class WritesBeforeCommit(Mutant):
+    """Mode stage must not write before the outcome is known."""
+
+    def _decided(self, attempt: m.Attempt) -> f.Step:
+        ops = (m.Op.APPLY,) * len(self._manifest_refs())
+        dirty = m.WriteHeader(self._header(State.DIRTY, attempt.number))
+        return replace(self, phase=Phase.WRITING), (m.Pause(), dirty, m.Write(attempt, ops))
+
+
+class ResumesDirty(Mutant):
+    """Generation goes on before the weights are whole."""
+
+    def _decided(self, attempt: m.Attempt) -> f.Step:
+        after, actions = super()._decided(attempt)
+        if len(actions) == 3 and isinstance(actions[2], m.Write):
+            return after, (actions[0], actions[1], m.Resume(), actions[2])
+        return after, actions
+
+
+class DropsStageEarly(Mutant):
+    """The absolute values are forgotten before they may be needed."""
+
+    def _decided(self, attempt: m.Attempt) -> f.Step:
+        after, actions = super()._decided(attempt)
+        if len(actions) == 3 and isinstance(actions[2], m.Write):
+            return after, (m.DropStage(), *actions)
+        return after, actions
+
+
+class ForgetsDirty(Mutant):
+    """A DIRTY header is taken for CLEAN at its old version."""
+
+    def _boot(self, event: m.HeaderRead) -> f.Step:
+        if event.header and event.header.state is State.DIRTY:
+            clean = replace(self, version=event.header.version, digest=event.header.digest)
+            return clean._clean()
+        return super()._boot(event)
+
+    def _staged(self, event: m.Staged) -> f.Step:
+        return replace(self, phase=Phase.STAGED)._decided(self._attempt())
+
+    def _written(self, event: m.Written) -> f.Step:
+        return self._committed()
+
+
+class SkipsEmpty(Mutant):
+    """An empty delta is not taken for a version."""
+
+    def _seen(self, event: m.AttemptRead) -> f.Step:
+        manifest = event.attempt.manifest
+        if manifest and not manifest.payloads and event.attempt.number > self.version:
+            return self, (m.ReadAttempt(event.attempt.number + 1),)
+        return super()._seen(event)
+
+
+class NoAnchorProof(Mutant):
+    """Seeded weights are believed without reading them back; here the loader forgets the last element."""
+
+    def _seeded(self, event: m.AnchorLoaded) -> f.Step:
+        return super()._seeded(m.AnchorLoaded(x.digest(x.W[1])))
+
+
+MUTANTS = [
+    NoClassify, NoPostCheck, HeaderLate, NoBaseCheck, AppliesAborted, WritesBeforeCommit, ResumesDirty,
+    DropsStageEarly, ForgetsDirty, SkipsEmpty,
+]  # fmt: skip
+
+
+def test_the_harness_itself_passes_an_unbroken_mutant() -> None:
+    assert x.explore(lambda: Mutant(x.RUN, x.CATALOG, "i"), limit=4_000)[1] is None
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda c: c.__name__)
+def test_every_mutant_dies(mutant: type[Follower]) -> None:
+    states, bad = x.explore(lambda: mutant(x.RUN, x.CATALOG, "i"))
+    assert bad is not None, f"{mutant.__name__} survived {states} states"
+
+
+def test_disk_marker_that_outlives_the_weights_dies() -> None:
+    """M6/M16: the header survives, the memory does not. The proof at start is what saves us (receiver ``prove``)."""
+
+    def on_crash(world: x.World) -> x.World:
+        return replace(world, bits=x.W[0], spool=None)
+
+    assert x.explore(on_crash=on_crash)[1] is not None
+
+
+def test_unproven_anchor_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = x.write
+
+    def forgetful(world: x.World, rest: tuple[m.Action, ...], prims: list[x.Prim], answer: Callable[[x.World], m.Event]):  # type: ignore[no-untyped-def]
+        load = isinstance(world.queue[0], m.LoadAnchor)
+        return real(world, rest, prims[:-1] if load else prims, answer)
+
+    monkeypatch.setattr(x, "write", forgetful)
+    assert "seeded weights are wrong" in (x.explore()[1] or "")
+    assert x.explore(lambda: NoAnchorProof(x.RUN, x.CATALOG, "i"))[1] is not None
+
+
+def follower(**fields: object) -> Follower:
+    return replace(Follower(x.RUN, x.CATALOG, "i"), **fields)  # type: ignore[arg-type]
+
+
+def test_an_event_out_of_place_is_a_protocol_error() -> None:
+    with pytest.raises(ProtocolError, match="boot met Created"):
+        follower().on(m.Created())
+
+
+def test_wrong_live_bits_lead_to_the_anchor() -> None:
+    commit = x.LOG[2, True]
+    clean = follower(phase=Phase.CLEAN, version=1, digest=Digest(1, 1))
+    after, actions = clean.on(m.AttemptRead(commit))
+    assert after.phase is Phase.LOST
+    assert any(isinstance(a, m.FindAnchor) for a in actions)
+
+
+def test_a_payload_that_leads_elsewhere_is_refused() -> None:
+    commit = x.LOG[2, True]
+    assert commit.manifest is not None
+    sums = tuple(m.Sums(ref.pre, ref.post + Digest(1, 0)) for ref in commit.manifest.payloads)
+    staging = follower(phase=Phase.STAGING, version=1, digest=x.digest(x.W[1]), attempt=commit)
+    with pytest.raises(IntegrityError, match="does not lead where"):
+        staging.on(m.Staged(sums))
+
+
+def test_a_manifest_that_changes_while_staged_is_refused() -> None:
+    staged = follower(phase=Phase.STAGED, version=1, digest=x.digest(x.W[1]), attempt=x.LOG[2, False])
+    with pytest.raises(IntegrityError, match="changed its manifest"):
+        staged.on(m.AttemptRead(x.LOG[4, True]))
+
+
+def test_dirty_towards_an_uncommitted_version_is_refused() -> None:
+    redo = follower(phase=Phase.REDO, version=1, digest=x.digest(x.W[1]))
+    with pytest.raises(IntegrityError, match="not committed"):
+        redo.on(m.AttemptRead(x.LOG[2, False]))
+
+
+def test_an_anchor_of_other_bits_is_refused() -> None:
+    with pytest.raises(IntegrityError, match="digest of its version"):
+        follower(phase=Phase.LOST).on(m.AnchorFound(x.ANCHOR, Digest(1, 1)))
+
+
+def test_late_duplicates_are_ignored() -> None:
+    clean = follower(phase=Phase.CLEAN, version=4, digest=x.digest(x.W[4]))
+    assert clean.on(m.AttemptRead(x.LOG[2, True])) == (clean, ())
