@@ -16,12 +16,14 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 READY_S = 60.0
-STOP_S = 10.0
+STOP_S = 3.0
 
 
 def weed_binary() -> Path:
@@ -102,11 +104,13 @@ class Seaweed:
         self._end(signal.SIGKILL)
 
     def make_bucket(self, name: str) -> None:
-        """Through the filer: object clients do not make buckets."""
-        import urllib.request
-
-        request = urllib.request.Request(f"http://127.0.0.1:{self.filer}/buckets/{name}/", method="POST")
-        urllib.request.urlopen(request, timeout=10).close()
+        """Through the filer, as object clients do not make buckets. One that is there stays as it is."""
+        url = f"http://127.0.0.1:{self.filer}/buckets/{name}/"
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=10).close()
+        except urllib.error.HTTPError as err:
+            if err.code != 409:
+                raise
 
     def _write_config(self) -> Path:
         path = self.root / "s3.json"
@@ -126,8 +130,10 @@ class Seaweed:
             "master.port": self.master,
             "master.volumeSizeLimitMB": 1024,
             "master.telemetry": "false",
+            "master.electionTimeout": "1s",
             "volume.port": self.volume,
             "volume.max": 200,
+            "volume.preStopSeconds": 0,
             "filer": "true",
             "filer.port": self.filer,
             "s3": "true",

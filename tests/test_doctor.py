@@ -45,7 +45,7 @@ def test_good_stores_are_healthy_and_left_clean(tmp_path: Path, seaweed: Seaweed
 def test_processes_race_on_a_directory(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     race_processes(store, "race")
-    assert len(list(store.list("race"))) == 80
+    assert len(list(store.list("race"))) == 40
 
 
 def test_a_store_that_cannot_be_reached_is_one_finding() -> None:

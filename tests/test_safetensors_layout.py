@@ -50,7 +50,7 @@ SMALL = header_of(
 
 
 def library_layout(header: bytes, size: int) -> dict[str, tuple[str, list[int], bytes]]:
-    """What the safetensors library reads from this header with a file of ``size`` bytes; each byte says where it is."""
+    """What the safetensors library reads from this header and ``size`` bytes; each byte says where it is."""
     data = bytes((i * 37 + 11) % 251 for i in range(size - len(header)))
     return {name: (i["dtype"], list(i["shape"]), bytes(i["data"])) for name, i in deserialize(header + data)}
 
@@ -141,7 +141,11 @@ T = '"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}'
 @pytest.mark.parametrize(
     "body",
     [
-        "[]", "1", " {%s}" % T, "{%s,%s}" % (T, T), '{"a":{"dtype":"U8","dtype":"U8","shape":[2],"data_offsets":[0,2]}}',
+        "[]",
+        "1",
+        f" {{{T}}}",
+        f"{{{T},{T}}}",
+        '{"a":{"dtype":"U8","dtype":"U8","shape":[2],"data_offsets":[0,2]}}',
         '{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,3]}}',
         '{"a":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}}',
         '{"a":{"dtype":"U8","shape":[2],"data_offsets":[2,0]}}',
@@ -155,16 +159,23 @@ T = '"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}'
         '{"a":{"dtype":"C128","shape":[2],"data_offsets":[0,32]}}',
         '{"a":{"dtype":["U8"],"shape":[2],"data_offsets":[0,2]}}',
         '{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2],"more":1}}',
-        '{"a":{"dtype":"U8","shape":[2]}}', '{"a":[]}', '{"__metadata__":{"a":1}}', '{"__metadata__":null}',
+        '{"a":{"dtype":"U8","shape":[2]}}',
+        '{"a":[]}',
+        '{"__metadata__":{"a":1}}',
+        '{"__metadata__":null}',
         '{"\\ud800":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}',
         '{"":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}',
         '{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}}',
         '{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[3,5]}}',
-        '{"a":{"dtype":"F4","shape":[3],"data_offsets":[0,1]}}', '{"a":{"dtype":"F4","shape":[],"data_offsets":[0,0]}}',
-        '{"a":%s}' % ("[" * 100000), '{"a":1e400}', '{"a":NaN}', '{"a":%s}' % ("9" * 10000),
+        '{"a":{"dtype":"F4","shape":[3],"data_offsets":[0,1]}}',
+        '{"a":{"dtype":"F4","shape":[],"data_offsets":[0,0]}}',
+        '{"a":%s}' % ("[" * 100000),
+        '{"a":1e400}',
+        '{"a":NaN}',
+        '{"a":%s}' % ("9" * 10000),
         '{"a":{"dtype":"U8","shape":[%s1],"data_offsets":[0,1]}}' % ("1," * 20),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(body: str) -> None:
     with pytest.raises(FormatError, match=r"^some\.safetensors"):
         layout.parse_header(header_of(body), "some.safetensors")
@@ -274,9 +285,23 @@ def test_split_files_refuses_headers_of_another_catalog() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["x.py", "pytorch_model.bin", "a.pt", "a.pth", "b.safetensors", "../config.json", ".hidden.json", "a/b.json", "no_suffix",
-     "c.json.header", "../m.safetensors.header", ".m.safetensors.header", "a b.safetensors.header", ""],
-)  # fmt: skip
+    [
+        "x.py",
+        "pytorch_model.bin",
+        "a.pt",
+        "a.pth",
+        "b.safetensors",
+        "../config.json",
+        ".hidden.json",
+        "a/b.json",
+        "no_suffix",
+        "c.json.header",
+        "../m.safetensors.header",
+        ".m.safetensors.header",
+        "a b.safetensors.header",
+        "",
+    ],
+)
 def test_split_files_refuses_names(name: str) -> None:
     with pytest.raises(FormatError):
         layout.split_files(MIXED, two_files() | {name: header_of("{}")})
@@ -288,8 +313,8 @@ def test_a_file_may_use_a_tied_name_once() -> None:
         tied, {"m.safetensors.header": header_of(body_of([("embed", "U8", (2,))]))}
     )
     assert layout.places(tied, layouts)[0].file == "m.safetensors"
+    both = header_of(body_of([("embed", "U8", (2,)), ("head", "U8", (2,))]))
     with pytest.raises(FormatError, match="exactly the catalog"):
-        both = header_of(body_of([("embed", "U8", (2,)), ("head", "U8", (2,))]))
         layout.split_files(tied, {"m.safetensors.header": both})
 
 

@@ -19,7 +19,7 @@ from deltarefit.sources.checkpoint import CheckpointSource
 
 
 def header_of(tensors: dict[str, tuple[str, list[int], int]], pad: int = 0) -> bytes:
-    """Header for {name: (dtype, shape, bytes)} in this order; ``pad`` spaces shift the data off any alignment."""
+    """Header for {name: (dtype, shape, bytes)} in order; ``pad`` spaces shift the data off alignment."""
     body, end = {}, 0
     for name, (dtype, shape, size) in tensors.items():
         body[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
@@ -29,9 +29,15 @@ def header_of(tensors: dict[str, tuple[str, list[int], int]], pad: int = 0) -> b
 
 
 TENSORS = {
-    "w": ("BF16", [40, 60], 4800), "flags": ("BOOL", [3], 3), "scale": ("F32", [], 4), "ids": ("I64", [9], 72),
-    "none": ("F32", [0, 4], 0), "f8": ("F8_E4M3", [7, 5], 35), "c": ("C64", [2], 16), "f4": ("F4", [2, 8], 8),
-}  # fmt: skip
+    "w": ("BF16", [40, 60], 4800),
+    "flags": ("BOOL", [3], 3),
+    "scale": ("F32", [], 4),
+    "ids": ("I64", [9], 72),
+    "none": ("F32", [0, 4], 0),
+    "f8": ("F8_E4M3", [7, 5], 35),
+    "c": ("C64", [2], 16),
+    "f4": ("F4", [2, 8], 8),
+}
 
 
 def write(
@@ -125,13 +131,36 @@ def test_several_files_without_an_index(tmp_path: Path) -> None:
 def test_side_files_are_chosen_by_name_and_kind(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors")
     carried = [
-        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt",
-        "vocab.json", "merges.txt", "special_tokens_map.json", "chat_template.jinja", "qwen.tiktoken", "preprocessor_config.json",
-    ]  # fmt: skip
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "vocab.txt",
+        "vocab.json",
+        "merges.txt",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "qwen.tiktoken",
+        "preprocessor_config.json",
+    ]
     left = [
-        "modeling.py", "tokenization.py", "tokenizer.py", "pytorch_model.bin", "optimizer.pt", "a.pth", ".env.json", "README.md",
-        "secrets.json", "training_args.bin", "notes.txt", "x.safetensors", "pytorch_model.bin.index.json", "vocab space.txt.gz",
-    ]  # fmt: skip
+        "modeling.py",
+        "tokenization.py",
+        "tokenizer.py",
+        "pytorch_model.bin",
+        "optimizer.pt",
+        "a.pth",
+        ".env.json",
+        "._config.json",
+        "README.md",
+        "secrets.json",
+        "training_args.bin",
+        "notes.txt",
+        "x.safetensors",
+        "pytorch_model.bin.index.json",
+        "vocab space.txt.gz",
+    ]
     for name in carried + left:
         (tmp_path / name).write_bytes(name.encode())
     (tmp_path / "tokenizer_dir.json").mkdir()
@@ -261,7 +290,7 @@ def test_many_threads_read_the_same_bits(tmp_path: Path) -> None:
 def test_holds_no_descriptor_and_survives_a_kept_view(tmp_path: Path) -> None:
     write(tmp_path / "m.safetensors")
     source = CheckpointSource(tmp_path / "m.safetensors")
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     kept = []
     for _ in range(100):
         with source.read(source.catalog.index["w"], 0, 100) as elements:
@@ -269,7 +298,7 @@ def test_holds_no_descriptor_and_survives_a_kept_view(tmp_path: Path) -> None:
     assert all(np.array_equal(view, kept[0]) for view in kept)  # not valid by contract, but never a crash
     kept.clear()
     del elements
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 RSS = """

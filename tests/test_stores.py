@@ -11,9 +11,12 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,7 @@ from deltarefit.errors import (
 from deltarefit.ports import Store
 from deltarefit.stores import Limits, open_store
 from deltarefit.stores.directory import DirectoryStore
+from deltarefit.stores.object import ObjectStore
 from deltarefit.stores.wrappers import Fault, Faulty, Kind, Prefixed, Retrying
 from deltarefit.testing import StoreContract
 from tests.seaweed import Seaweed
@@ -64,6 +68,8 @@ class TestMemory(StoreContract):
 
 
 class TestSeaweed(StoreContract):
+    races_at_once = 25
+
     @pytest.fixture(autouse=True)
     def _server(self, seaweed: Seaweed) -> None:
         self.server = seaweed
@@ -78,17 +84,16 @@ class TestRetrying(TestMemory):
 
 
 class TestRetryingOverFaults(TestMemory):
-    """Every second call of every repeatable verb fails, half of them after the fact: nobody notices."""
+    """Every second call of each repeatable verb fails, half of those after the fact: nobody notices."""
 
     def open(self) -> Store:
-        verbs = ("put", "get", "size", "list", "delete")
         plan = [
-            Fault(kind, verb, first=turn, last=turn)
-            for verb in verbs
-            for turn in range(1, 2000, 2)
-            for kind in [(Kind.BEFORE, Kind.AFTER)[turn // 2 % 2]]
+            Fault(kind, verb, first=first, last=None, every=4)
+            for verb in ("put", "get", "size", "list", "delete")
+            for first, kind in ((1, Kind.BEFORE), (3, Kind.AFTER))
         ]
-        return Retrying(Faulty(open_store(f"memory://{self.name}"), plan), sleep=lambda _: None)
+        faulty = Faulty(open_store(f"memory://{self.name}"), plan)
+        return Retrying(faulty, attempts=60, sleep=lambda _: None)  # racing callers share the count of calls
 
 
 class TestFaultyWithoutFaults(TestMemory):
@@ -168,10 +173,10 @@ def test_no_message_holds_a_secret(seaweed: Seaweed, caplog: pytest.LogCaptureFi
         lambda: store.size("k"),
         lambda: [*store.list()],
     ):
-        try:
+        with pytest.raises(UsageError) as caught:
             call()
-        except RefitError as err:
-            seen += [str(err), repr(err), "".join(traceback.format_exception(err))]
+        err = caught.value
+        seen += [str(err), repr(err), "".join(traceback.format_exception(type(err), err, err.__traceback__))]
     assert len(seen) == 3 + 4 * 3
     assert not [text for text in (*seen, caplog.text) if "canary" in text]
 
@@ -215,6 +220,94 @@ def test_a_missing_bucket_is_not_an_empty_store(seaweed: Seaweed) -> None:
         open_store("s3://absent-bucket/x", limits=IMPATIENT, **seaweed.login).get("k")
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (400, "InvalidBucketName", UsageError),
+        (400, "ExpiredToken", UnavailableError),
+        (400, "RequestTimeout", UnavailableError),
+        (401, "", UsageError),
+        (403, "AccessDenied", UsageError),
+        (403, "RequestTimeTooSkewed", UnavailableError),
+        (404, "NoSuchBucket", UsageError),
+        (409, "OperationAborted", UnavailableError),
+        (412, "PreconditionFailed", UnavailableError),
+        (429, "SlowDown", UnavailableError),
+        (301, "PermanentRedirect", UsageError),
+        (500, "InternalError", UnavailableError),
+        (501, "NotImplemented", UsageError),
+        (503, "SlowDown", UnavailableError),
+        (507, "", StorageFullError),
+        (200, "no S3 server", UnavailableError),
+    ],
+)
+def test_what_servers_say_becomes_one_kind_of_error(status: int, code: str, kind: type[RefitError]) -> None:
+    """Replies that the server of these tests never gives, from one that gives nothing else, over real HTTP."""
+    with parrot(status, f"<Error><Code>{code}</Code></Error>") as store:
+        for call in (
+            lambda: store.get("k"),
+            lambda: store.get("k", 2, 3),
+            lambda: store.size("k"),
+            lambda: store.put("k", b"1"),
+            lambda: store.create("k", b"1"),
+        ):
+            with pytest.raises(RefitError) as caught:
+                call()
+            assert type(caught.value) is kind
+            assert caught.value.next_step
+
+
+def test_a_conflict_without_an_object_does_not_read_as_taken() -> None:
+    """S3 answers 409 to a create that met another one, even if that one fails in the end."""
+    with parrot(409, "<Error><Code>ConditionalRequestConflict</Code></Error>", reading=404) as store:
+        with pytest.raises(UnavailableError, match="conflict"):
+            store.create("k", b"1")
+        with pytest.raises(NotFoundError):
+            store.get("k")
+
+
+@contextlib.contextmanager
+def parrot(status: int, body: str, reading: int | None = None) -> Iterator[Store]:
+    """A store on an HTTP server that gives one answer to everything, or another to reads."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            read = self.command in ("GET", "HEAD")
+            self.send_response(reading if read and reading else status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(b"" if self.command == "HEAD" else body.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer  # noqa: N815
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            yield open_store("s3://bucket/x", endpoint=url, access_key="k", secret_key="s", limits=IMPATIENT)
+        finally:
+            server.shutdown()
+
+
+def test_plain_http_is_allowed_only_if_it_is_given_as_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    store = open_store("s3://bucket/x", access_key="k", secret_key="s", limits=IMPATIENT)
+    with pytest.raises(UsageError, match="plain http"):
+        store.get("k")
+
+
+def test_credentials_come_from_the_environment(seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", seaweed.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", seaweed.secret_key)
+    store = open_store("s3://refits/environment", endpoint=seaweed.endpoint)
+    store.put("k", b"1")
+    assert store.get("k") == b"1"
+
+
 # --- deadlines
 
 
@@ -241,18 +334,20 @@ def test_a_killed_server_is_unavailable_within_the_deadline_and_keeps_what_it_ha
         assert store.get("before") == b"kept"
 
 
-def test_a_server_killed_during_a_large_put_leaves_no_object(tmp_path: Path) -> None:
-    import threading
+def put_for_ever(store: Store) -> None:
+    while True:
+        store.delete("large")
+        store.put("large", secrets.token_bytes(64 << 20))
 
+
+def test_a_server_killed_during_a_large_put_leaves_no_object(tmp_path: Path) -> None:
     with Seaweed(tmp_path) as server:
         server.make_bucket("refits")
         store = open_store("s3://refits/x", limits=IMPATIENT, **server.login)
         killer = threading.Timer(0.3, server.kill)
         killer.start()
         with pytest.raises(UnavailableError):
-            for _ in range(100):
-                store.delete("large")
-                store.put("large", secrets.token_bytes(64 << 20))
+            put_for_ever(store)
         killer.join()
         server.start()
         with contextlib.suppress(NotFoundError):
@@ -322,8 +417,6 @@ def test_a_directory_that_vanished_is_not_an_empty_store(tmp_path: Path) -> None
 
 
 def test_a_delete_leaves_no_empty_directories_and_races_with_creates(tmp_path: Path) -> None:
-    import threading
-
     store = open_store(str(tmp_path))
     over = threading.Event()
 
@@ -364,7 +457,7 @@ def test_opening_removes_only_old_leftovers(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def _steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of files and directories in the order in which they are fsynced, linked, renamed."""
     steps: list[str] = []
     fsync, link, rename = os.fsync, os.link, os.replace
@@ -389,33 +482,33 @@ def _steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_bytes_are_durable_before_the_name_and_the_name_before_the_return(
-    tmp_path: Path, _steps: list[str]
+    tmp_path: Path, steps: list[str]
 ) -> None:
     store = open_store(str(tmp_path / "root"))
-    _steps.clear()
+    steps.clear()
     store.create("a/b/c", b"1")
-    assert _steps == ["fsync ~tmp/*", "link", "fsync b", "fsync a", "fsync root"]
-    _steps.clear()
+    assert steps == ["fsync ~tmp/*", "link", "fsync b", "fsync a", "fsync root"]
+    steps.clear()
     store.put("a/b/d", b"1")
-    assert _steps == ["fsync ~tmp/*", "rename", "fsync b", "fsync a", "fsync root"]
+    assert steps == ["fsync ~tmp/*", "rename", "fsync b", "fsync a", "fsync root"]
 
 
 def test_a_name_that_may_not_be_durable_yet_is_made_so_by_whoever_sees_it(
-    tmp_path: Path, _steps: list[str]
+    tmp_path: Path, steps: list[str]
 ) -> None:
     """Its writer is between link and return, or died there: the file still has its second name."""
     store = open_store(str(tmp_path / "root"))
     store.create("a/k", b"1")
-    _steps.clear()
+    steps.clear()
     assert store.get("a/k") == b"1"
-    assert _steps == []
+    assert steps == []
     (tmp_path / "root" / "~tmp" / "writer").hardlink_to(tmp_path / "root" / "a" / "k")
     assert store.get("a/k") == b"1"
-    assert _steps == ["link", "fsync a", "fsync root"]
-    _steps.clear()
+    assert steps == ["link", "fsync a", "fsync root"]
+    steps.clear()
     with pytest.raises(AlreadyExistsError):
         store.create("a/k", b"2")
-    assert _steps == ["fsync ~tmp/*", "link", "fsync a", "fsync root"]
+    assert steps == ["fsync ~tmp/*", "link", "fsync a", "fsync root"]
 
 
 def test_a_failing_fsync_is_never_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,7 +528,8 @@ def test_a_writer_killed_at_any_time_leaves_whole_objects_only(tmp_path: Path) -
     code = (
         "import sys, itertools; from deltarefit.stores import open_store\n"
         "store = open_store(sys.argv[1]); print('ready', flush=True)\n"
-        "for n in itertools.count(): store.put('k', bytes([n % 251]) * 300_000); store.create(f'c/{n}', b'x' * 300_000)"
+        "for n in itertools.count():\n"
+        "    store.put('k', bytes([n % 251]) * 300_000); store.create(f'c/{n}', b'x' * 300_000)"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     for turn in range(10):
@@ -520,7 +614,7 @@ def test_a_file_size_limit_counts_as_full(tmp_path: Path) -> None:
 def assert_read_only(store: Store) -> None:
     assert store.get("k") == b"1"
     for call in (lambda: store.put("k", b"2"), lambda: store.create("new", b"2"), lambda: store.delete("k")):
-        with pytest.raises(UsageError, match="EROFS|EACCES") as caught:
+        with pytest.raises(UsageError, match=r"EROFS|EACCES") as caught:
             call()
         assert "writable" in str(caught.value.next_step)
     assert store.get("k") == b"1"
@@ -535,15 +629,31 @@ def test_a_read_only_disk(tmp_path: Path) -> None:
             assert_read_only(store)
             assert DirectoryStore(root).get("k") == b"1", "a read-only store opens for reading"
     else:
-        store = open_store(str(tmp_path))
-        store.put("k", b"1")
-        for path in (tmp_path, tmp_path / "~tmp"):
-            path.chmod(0o555)
-        try:
+        with tempfile.TemporaryDirectory() as name, nobody_may_write(Path(name)) as store:
             assert_read_only(store)
-        finally:
-            for path in (tmp_path, tmp_path / "~tmp"):
-                path.chmod(0o755)
+
+
+@contextlib.contextmanager
+def nobody_may_write(root: Path) -> Iterator[Store]:
+    """For those who may not mount: a directory without the right to write, seen as another user by root."""
+    store = open_store(str(root))
+    store.put("k", b"1")
+    for path in (root / "~tmp", root):
+        path.chmod(0o555)
+    mine = os.geteuid()
+    if mine == 0:
+        os.seteuid(65534)
+    try:
+        yield store
+    finally:
+        os.seteuid(mine)
+        for path in (root, root / "~tmp"):
+            path.chmod(0o755)
+
+
+def test_a_directory_of_another_user() -> None:
+    with tempfile.TemporaryDirectory() as name, nobody_may_write(Path(name)) as store:
+        assert_read_only(store)
 
 
 # --- parts
@@ -569,28 +679,23 @@ def test_large_objects_in_parts_of_every_shape(seaweed: Seaweed) -> None:
             assert store.get("k", start, length) == data[:size][start:][: size if length is None else length]
 
 
-def test_an_object_replaced_during_a_read_in_parts_is_never_mixed(seaweed: Seaweed) -> None:
-    import threading
-
+def test_an_object_replaced_between_two_parts_is_not_mixed(
+    seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_store("s3://refits/mixed", limits=Limits(part_bytes=5 << 20), **seaweed.login)
-    versions = [bytes([fill]) * (12 << 20) for fill in (1, 2)]
-    store.put("k", versions[0])
-    over = threading.Event()
+    assert isinstance(store, ObjectStore)
+    store.put("k", b"1" * (12 << 20))
+    rest = store._rest
 
-    def replace() -> None:
-        while not over.is_set():
-            for data in versions:
-                store.put("k", data)
+    def replaced_before_the_rest(key: str, cuts: Sequence[int], tag: str | None) -> Sequence[bytes]:
+        store.put("k", b"2" * (12 << 20))
+        return rest(key, cuts, tag)
 
-    writer = threading.Thread(target=replace)
-    writer.start()
-    try:
-        for _ in range(15):
-            with contextlib.suppress(UnavailableError):
-                assert store.get("k") in versions
-    finally:
-        over.set()
-        writer.join(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_rest", replaced_before_the_rest)
+        with pytest.raises(UnavailableError, match="replaced"):
+            store.get("k")
+    assert store.get("k") == b"2" * (12 << 20)
 
 
 # --- wrappers

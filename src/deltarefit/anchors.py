@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from deltarefit.codec import ALL, SET, Delta, check_object, open_payload
 from deltarefit.errors import AlreadyExistsError, FormatError
@@ -42,12 +43,15 @@ def _put_file(log: RunLog, version: int, name: str, data: bytes) -> FileRef:
 
 def read_files(log: RunLog, anchor: Anchor) -> dict[str, bytes]:
     """The side files of an anchor, checked."""
-    files = {}
-    for ref in anchor.files:
-        data = log.store.get(f"{anchor_prefix(anchor.version)}file/{ref.sha256}")
+    return {ref.name: _read_file(log, anchor.version, ref) for ref in anchor.files}
+
+
+def _read_file(log: RunLog, version: int, ref: FileRef) -> bytes:
+    def check(data: bytes) -> bytes:
         check_object(data, ref.sha256, ref.size, f"side file {ref.name}")
-        files[ref.name] = data
-    return files
+        return data
+
+    return log.fetch(f"{anchor_prefix(version)}file/{ref.sha256}", check)
 
 
 def load_anchor(log: RunLog, anchor: Anchor, weights: Weights, emit: Emit) -> None:
@@ -56,8 +60,8 @@ def load_anchor(log: RunLog, anchor: Anchor, weights: Weights, emit: Emit) -> No
     coverage = _Coverage(log.catalog)
     total, done = sum(ref.size for ref in anchor.payloads), 0
     for ref in anchor.payloads:
-        data = log.store.get(f"{anchor_prefix(anchor.version)}pl/{ref.sha256}")
-        deltas = open_payload(data, ref, log.catalog)
+        key = f"{anchor_prefix(anchor.version)}pl/{ref.sha256}"
+        deltas = log.fetch(key, partial(open_payload, ref=ref, catalog=log.catalog))
         coverage.add(deltas)
         weights.apply(deltas)
         done += ref.size

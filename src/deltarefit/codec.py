@@ -191,12 +191,14 @@ def _streams(data: bytes, ref: PayloadRef, where: str) -> dict[str, bytes]:
 def _decompress(tensor: dict[str, Any], size: int, where: str) -> bytes:
     if tensor["dtype"] != "U8" or len(tensor["shape"]) != 1:
         raise FormatError(f"{where} is not a byte stream")
+    if not size:
+        raise FormatError(f"{where}: a stream without bytes is left out")
     frame = bytes(tensor["data"])
     try:
         declared = zstandard.frame_content_size(frame)
         if declared != size:
             raise FormatError(f"{where}: wrong size", expected=size, found=declared)
-        raw = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False) if size else b""
+        raw = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise FormatError(f"{where}: {error}") from error
     if len(raw) != size:

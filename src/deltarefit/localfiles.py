@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from deltarefit.elements import Elements
 from deltarefit.errors import NotFoundError, RefitError, StorageFullError, UnavailableError, UsageError
-from deltarefit.ports import Elements
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _REFUSED = frozenset(
@@ -106,8 +106,10 @@ def mapped(handle: int, offset: int, count: int, width: int, *, writable: bool =
         return
     skip = offset % mmap.ALLOCATIONGRANULARITY
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    with disk_errors("cannot map a file"):
+    try:
         pages = mmap.mmap(handle, skip + count * width, mmap.MAP_SHARED, protection, offset=offset - skip)
+    except OSError as error:
+        raise disk_error("cannot map a file", error) from error
     try:
         if offset % width:
             with _bounced(np.frombuffer(pages, "u1", count * width, skip), width) as copy:
@@ -126,9 +128,8 @@ def _bounced(raw: npt.NDArray[np.uint8], width: int) -> Iterator[Elements]:
     try:
         yield view
     finally:
-        if raw.flags.writeable and not np.array_equal(
-            raw, copy
-        ):  # a window that only read must dirty no page
+        # a window that only read must dirty no page
+        if raw.flags.writeable and not np.array_equal(raw, copy):
             raw[:] = copy
 
 

@@ -17,7 +17,15 @@ from deltarefit.anchors import seal_anchor
 from deltarefit.baseline import MemoryBaseline
 from deltarefit.codec import EncodedDelta, encode_delta, encode_full
 from deltarefit.digest import catalog_keys
-from deltarefit.errors import AlreadyExistsError, AttemptLostError, IntegrityError, RefitError, UnavailableError
+from deltarefit.errors import (
+    AlreadyExistsError,
+    AttemptLostError,
+    IntegrityError,
+    NotFoundError,
+    RefitError,
+    UnavailableError,
+    UsageError,
+)
 from deltarefit.events import Emit, Event, ignore
 from deltarefit.manifest import Intent, PayloadRef, ProducerManifest
 from deltarefit.pipeline import PAYLOAD_BYTES, EncodeSegment, Upload, upload_segments
@@ -87,11 +95,13 @@ class Publisher:
     def publish(self, step: int = 0) -> Published:
         """Make the source's present bits the next version; returns when it is committed and the baseline holds it.
 
-        An unchanged source still makes a version. Raises ``AttemptLostError`` if another publisher came between,
-        ``UnavailableError`` if the store went away (if its message says that the outcome is unknown, the next publish
-        finds out), ``BaseMismatch`` for another model. Nothing of a failed attempt is visible to receivers.
+        An unchanged source still makes a version. ``step`` is the trainer's own number, from 0. Raises
+        ``AttemptLostError`` if another publisher came between, ``UnavailableError`` if the store went away (if its
+        message says that the outcome is unknown, the next publish finds out), ``BaseMismatch`` for another model.
+        Nothing of a failed attempt is visible to receivers. Nothing is raised once it is committed: a baseline that
+        could not follow is told as an event, and brought up by the next publish.
         """
-        self._seconds, self._wire_bytes, self._step = {}, 0, step
+        self._seconds, self._wire_bytes, self._step = {}, 0, _step_number(step)
         started = time.perf_counter()
         check_catalog(self.source.catalog, self.log.catalog)
         coordinator = self._drive(self._new_coordinator())
@@ -101,8 +111,8 @@ class Publisher:
                 next_step="Publish again.",
             )
         version, anchor = coordinator.number, coordinator.outcome.anchor
-        self._timed("hint", lambda: self.log.put_hint(version, anchor))
-        self._timed("baseline", lambda: self._move_baseline(version))
+        self._settle("hint", lambda: self.log.put_hint(version, anchor))
+        self._settle("baseline", lambda: self._move_baseline(version))
         self._seconds["total"] = time.perf_counter() - started
         return self._report(coordinator.manifest, coordinator.outcome.digest, anchor)
 
@@ -128,6 +138,8 @@ class Publisher:
             try:
                 event = self._do(action)
             except Exception as failure:
+                if coordinator.phase is Phase.COMMITTING and isinstance(failure, RefitError):
+                    raise _unknown(coordinator.number, failure) from failure
                 if not isinstance(action, m.Encode):
                     raise
                 error, event = failure, m.EncodeFailed(f"{type(failure).__name__}: {failure}"[:1000])
@@ -159,19 +171,26 @@ class Publisher:
             try:
                 self.log.store.create(attempt_key(number, name), data)
             except AlreadyExistsError:
-                return m.NotCreated()
-            except UnavailableError as error:
-                if found := self._readable(number, name, error):
+                return self._taken(number, name)
+            except UnavailableError:
+                if found := self._readable(number, name):
                     return found
                 time.sleep(0.1 * 2**attempt)
             else:
                 return m.Created()
         raise UnavailableError(
-            f"the store did not take {name} of attempt {number} in {CREATE_TRIES} tries; its outcome may be unknown",
-            next_step="Publish again: the next attempt resolves this one.",
+            f"the store did not take {name} of attempt {number} in {CREATE_TRIES} tries", next_step="Publish again."
         )
 
-    def _readable(self, number: int, name: str, error: UnavailableError) -> m.Event | None:
+    def _taken(self, number: int, name: str) -> m.Event:
+        """NotCreated, once what stands there can be read: a machine that reads nothing would ask again for ever."""
+        try:
+            self.log.fetch(attempt_key(number, name), len)
+        except NotFoundError as error:
+            raise UnavailableError(f"the store says that {name} of attempt {number} exists, and does not find it") from error
+        return m.NotCreated()
+
+    def _readable(self, number: int, name: str) -> m.Event | None:
         """After an ambiguous create: NotCreated if something stands there now (the machine compares nonces)."""
         try:
             return m.NotCreated() if self.log.store.size(attempt_key(number, name)) else None
@@ -243,6 +262,13 @@ class Publisher:
             raise AttemptLostError("another publisher moved the head", expected=version, found=found)
         self._recent.forget()
 
+    def _settle(self, phase: str, work: Callable[[], None]) -> None:
+        """After COMMIT: an error would say that nothing was committed, and the next publish makes good what failed."""
+        try:
+            self._timed(phase, work)
+        except RefitError as error:
+            self._emit(Event("behind", phase, text=str(error)))
+
     def _newest_anchor(self) -> int:
         found = self.log.newest_anchor()
         return found[0].version if found else 0
@@ -275,3 +301,16 @@ class Publisher:
             seconds=dict(self._seconds),
         )
 
+
+def _step_number(step: int) -> int:
+    """``step`` as a record holds it. A manifest with any other number could be written and never read."""
+    if isinstance(step, str) or (number := int(step)) != step or not 0 <= number < 1 << 64:
+        raise UsageError("bad step", expected="an integer, 0 .. 2^64 - 1", found=repr(step)[:80])
+    return number
+
+
+def _unknown(number: int, failure: RefitError) -> UnavailableError:
+    return UnavailableError(
+        f"the outcome of attempt {number} is unknown: {failure}",
+        next_step="Publish again: the next publish finds out what became of it.",
+    )

@@ -27,6 +27,13 @@ from deltarefit.weights import Weights
 KEPT_BYTES = 128 << 20
 """Decoded payloads kept between staging and writing, so that the pause does not pay for decoding them again."""
 
+VALUES = ".5e7"
+"""Ending of the spool entry that holds a payload's absolute values (spool names are hex: read it as "set")."""
+
+
+STOPS = (m.ReadAttempt, m.AwaitAttempt, m.FindAnchor, m.LoadAnchor, m.Stage)
+"""Actions before which ``follow`` may stop: never between a pause and its resume, unless there is nothing to use."""
+
 
 class Receiver:
     """Keeps one target at the head of one run. Not thread-safe; one receiver per target.
@@ -59,6 +66,7 @@ class Receiver:
         self._queue: deque[m.Action] = deque()
         self._timings: dict[str, float] = {}
         self._paused_at = 0.0
+        self._diverged = 0
 
     @property
     def version(self) -> int:
@@ -75,7 +83,7 @@ class Receiver:
         self._stop = stop
         try:
             self._begin()
-            while self._queue and not stop():
+            while self._queue and not (isinstance(self._queue[0], STOPS) and stop()):
                 action = self._queue.popleft()
                 if once and isinstance(action, m.AwaitAttempt):
                     self._queue.appendleft(action)
@@ -111,7 +119,18 @@ class Receiver:
         self._machine, actions = before.on(event)
         self._queue.extend(actions)
         if self._machine.phase is Phase.LOST and before.phase not in (Phase.BOOT, Phase.LOST):
+            self._refuse_twice(before)
             self._say("diverged", version=before.version, text="live bits are of no known version: starting from an anchor")
+
+    def _refuse_twice(self, before: Follower) -> None:
+        """Bits that come from an anchor are right: if the same version diverges again, the log is wrong, and a third
+        load would not help either. The target stays CLEAN at that version."""
+        if before.version == self._diverged and before.phase in (Phase.CLEAN, Phase.STAGING):
+            raise IntegrityError(
+                f"the version after {before.version} does not apply to its bits, which come from an anchor",
+                next_step="The publisher's baseline was wrong. Start a new run in another store.",
+            )
+        self._diverged = before.version
 
     def _give_up(self) -> None:
         """Forget what is in memory; the header and the spool are enough to go on from. Users may go on where the
@@ -119,12 +138,20 @@ class Receiver:
         self._machine, self._started = self._new_machine(), False
         self._queue.clear()
         self._kept.clear()
-        header = self.target.read_header()
+        header = self._read_header()
         if header is not None and header.state is State.CLEAN:
             self.target.resume()
 
+    def _read_header(self) -> Header | None:
+        """The header; None, as on first start, if it is damaged."""
+        try:
+            return self.target.read_header()
+        except IntegrityError as error:
+            self._say("diverged", text=str(error))
+            return None
+
     def _believable_header(self) -> Header | None:
-        header = self.target.read_header()
+        header = self._read_header()
         ours = (self.log.run, self.log.catalog.identity)
         if header is None or header.state is not State.CLEAN or (header.run, header.catalog) != ours or not self.prove:
             return header
@@ -214,21 +241,18 @@ class Receiver:
         deltas, data = self._fetch(attempt, ref)
         pre, post, values = self._weights.preview(deltas)
         self.target.spool.put(ref.sha256, data)
-        self.target.spool.put(ref.sha256 + ".new", values)
+        self.target.spool.put(ref.sha256 + VALUES, values)
         if sum(d.nbytes for kept in self._kept.values() for d in kept) + sum(d.nbytes for d in deltas) <= KEPT_BYTES:
             self._kept[ref.sha256] = deltas
         return m.Sums(pre, post)
 
     def _fetch(self, attempt: int, ref: PayloadRef) -> tuple[list[Delta], bytes]:
         """A payload from the store, fetched a second time if the first copy is damaged (F15)."""
-        key = payload_prefix(attempt) + ref.sha256
-        try:
-            data = self.log.store.get(key)
-            return open_payload(data, ref, self.log.catalog), data
-        except IntegrityError as error:
-            self._say("refetch", "stage", attempt, text=str(error))
-            data = self.log.store.get(key)
-            return open_payload(data, ref, self.log.catalog), data
+        return self.log.fetch(
+            payload_prefix(attempt) + ref.sha256,
+            lambda data: (open_payload(data, ref, self.log.catalog), data),
+            lambda error: self._say("refetch", "stage", attempt, text=str(error)),
+        )
 
     def _do_Classify(self, action: m.Classify) -> m.Event:  # noqa: N802
         number = action.attempt.number
@@ -238,7 +262,7 @@ class Receiver:
     def _do_Write(self, action: m.Write) -> m.Event:  # noqa: N802
         number, refs = action.attempt.number, self._refs(action.attempt)
         for ref, op in zip(refs, action.ops, strict=True):
-            if op is m.Op.SET and self.target.spool.get(ref.sha256 + ".new") is None:
+            if op is m.Op.SET and self._values(number, ref) is None:
                 return m.ValuesLost()
         self._timed("write", number, lambda: self._write(number, refs, action.ops))
         live: list[object] = []
@@ -251,9 +275,14 @@ class Receiver:
                 self._weights.apply(self._deltas(attempt, ref))
             elif op is m.Op.SET:
                 self._say("torn", "write", attempt, text=f"payload {ref.sha256[:12]} was torn: setting absolute values")
-                values = self.target.spool.get(ref.sha256 + ".new") or b""
-                self._weights.set(self._deltas(attempt, ref), values)
+                self._weights.set(self._deltas(attempt, ref), self._values(attempt, ref) or b"")
         self.target.flush()
+
+    def _values(self, attempt: int, ref: PayloadRef) -> bytes | None:
+        """The absolute values of a staged payload, or None if the spool does not have them whole."""
+        values = self.target.spool.get(ref.sha256 + VALUES)
+        size = sum(delta.count * delta.width for delta in self._deltas(attempt, ref))
+        return values if values is not None and len(values) == size else None
 
     def _deltas(self, attempt: int, ref: PayloadRef) -> list[Delta]:
         """A staged payload: from memory, else from the spool, else from the store."""

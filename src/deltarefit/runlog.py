@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from deltarefit.errors import AlreadyExistsError, BaseMismatch, FormatError, IntegrityError, NotFoundError
@@ -17,6 +17,7 @@ from deltarefit.protocol.messages import Attempt, check_attempt
 from deltarefit.records import Record
 
 R = TypeVar("R", bound=Record)
+T = TypeVar("T")
 
 RUN, HINT = "run", "head"
 LATE_VISIBILITY_S = 10.0
@@ -47,7 +48,7 @@ class RunLog:
     def open(cls, store: Store) -> RunLog:
         """The run in ``store``; ``NotFoundError`` if nothing was published there."""
         try:
-            run = Run.from_bytes(store.get(RUN), "run")
+            run = _record(store, Run, RUN)
         except NotFoundError as error:
             raise NotFoundError(
                 f"no run at {store.url}", next_step="Publish a checkpoint there first, or check the address."
@@ -76,14 +77,32 @@ class RunLog:
     def read(self, kind: type[R], key: str) -> R | None:
         """The record at ``key``, or None if there is none."""
         try:
-            data = self.store.get(key)
+            record = _record(self.store, kind, key)
         except NotFoundError:
             return None
-        record = kind.from_bytes(data, key)
         run = getattr(record, "run", self.run)
         if run != self.run:
             raise BaseMismatch(f"{key} belongs to another run", expected=self.run, found=run)
         return record
+
+    def fetch(self, key: str, check: Callable[[bytes], T], damaged: Callable[[IntegrityError], None] = lambda _: None) -> T:
+        """What ``check`` makes of an object that a record names. Not visible yet: waited for (F13). Damaged, which ``check``
+        says by ``IntegrityError``: told to ``damaged`` and fetched a second time (F15)."""
+        try:
+            return check(self._visible(key))
+        except IntegrityError as error:
+            damaged(error)
+            return check(self._visible(key))
+
+    def _visible(self, key: str) -> bytes:
+        deadline = time.monotonic() + LATE_VISIBILITY_S
+        while True:
+            try:
+                return self.store.get(key)
+            except NotFoundError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
 
     def attempt(self, number: int) -> Attempt:
         """All records of one attempt. Read in the order intent, outcome, manifest: each implies the ones before it
@@ -166,8 +185,16 @@ class RunLog:
         return None
 
 
+def _record(store: Store, kind: type[R], key: str) -> R:
+    """The record at ``key``; read a second time if the first copy is damaged (F15)."""
+    try:
+        return kind.from_bytes(store.get(key), key)
+    except FormatError:
+        return kind.from_bytes(store.get(key), key)
+
+
 def _read_catalog(store: Store, identity: str) -> Catalog:
-    catalog = Catalog.from_bytes(store.get(f"catalog/{identity}"), "catalog")
+    catalog = _record(store, Catalog, f"catalog/{identity}")
     if catalog.identity != identity:
         raise FormatError("the catalog is not the one of this run", expected=identity, found=catalog.identity)
     return catalog

@@ -29,7 +29,7 @@ again."""
 DEFAULT_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FILE_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
-"""Side files end in one of these. Nothing that any loader would execute or unpickle does."""
+"""Side files end in one of these. Nothing that any loader would run as code does."""
 
 RESEED = (
     "Remove the weight files and the .deltarefit directory beside them, then follow again: it is seeded anew."
@@ -307,8 +307,7 @@ def check_weight_name(name: str) -> str:
 
 
 def check_file_name(name: str) -> str:
-    """Refuse a side file whose name is no plain path component, or that some loader would execute or
-    unpickle."""
+    """Refuse a side file whose name is no plain path component, or that might be run as code."""
     if not any(name.endswith(suffix) for suffix in FILE_SUFFIXES):
         raise FormatError(
             "side file of a kind that is never carried",

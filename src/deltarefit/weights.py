@@ -7,7 +7,7 @@ What may be done when is the protocol's business; this room only does it. Nothin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import numpy as np
@@ -50,15 +50,14 @@ class Weights:
 
     def preview(self, deltas: Sequence[Delta]) -> tuple[Digest, Digest, bytes]:
         """Sums now, sums as they will be after ``apply``, and the values as they will be, delta after delta."""
-        parts = list(self._each(self._preview, deltas))
+        parts = self._each(self._preview, deltas)
         pre = sum((p[0] for p in parts), Digest())
         post = sum((p[1] for p in parts), Digest())
         return pre, post, b"".join(p[2] for p in parts)
 
     def apply(self, deltas: Sequence[Delta]) -> None:
         """Carry out each delta's operation, once per position."""
-        for _ in self._each(self._apply, deltas):
-            pass
+        self._each(self._apply, deltas)
 
     def set(self, deltas: Sequence[Delta], values: bytes) -> None:
         """Set all positions to ``values`` as ``preview`` gave them: the absolute form of the same deltas."""
@@ -68,15 +67,22 @@ class Weights:
         ends = np.cumsum([delta.count * delta.width for delta in deltas]).tolist()
         view = memoryview(values)
         pieces = [(d, view[end - d.count * d.width : end]) for d, end in zip(deltas, ends, strict=True)]
-        for _ in self._each(self._set, pieces):
-            pass
+        self._each(self._set, pieces)
 
     def digest(self) -> Digest:
         """Digest of all live bits."""
         return sum(self._each(self._segment_digest, list(segments(self.catalog))), Digest())
 
-    def _each(self, work: Callable[..., T], items: Sequence[object]) -> Iterator[T]:
-        return self._pool.map(work, items) if len(items) > 1 else map(work, items)
+    def _each(self, work: Callable[..., T], items: Sequence[object]) -> list[T]:
+        """``map`` on the pool. When it returns or raises, nothing of it runs any more: a write that went on after an
+        error would meet the next try at the same payload."""
+        if len(items) <= 1:
+            return [work(item) for item in items]
+        futures = [self._pool.submit(work, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            wait([future for future in futures if not future.cancel()])
 
     def _sum(self, delta: Delta) -> Digest:
         with self.target.window(delta.tensor, delta.start, delta.stop) as (array, first):

@@ -5,9 +5,11 @@
 
 namespace deltarefit::DR_LEVEL {
 
-constexpr u64 kSample = 16384;      // changes looked at
-constexpr u64 kSampleRun = 1024;    // taken in pieces of so many, evenly spread
+constexpr u64 kSample = 16384;      // most changes looked at
+constexpr u64 kSmallSample = 4096;  // up to so many, all are
+constexpr u64 kSampleRun = 512;     // else in pieces of so many
 constexpr double kNearlyConstant = 0.2;
+constexpr double kWorthAPlane = 0.99;
 constexpr double kNever = 1e300;
 
 struct Choice {
@@ -44,22 +46,40 @@ inline double stream_bits(const u32* histogram, u64 n) {
   return entropy > double(n) ? entropy : double(n);
 }
 
-template <class T>
-inline double plane_bits(const T* values, u64 n, u32 plane) {
-  u32 histogram[256] = {};
-  for (u64 i = 0; i < n; ++i) ++histogram[u8(values[i] >> (8 * plane))];
+// Four tables, so that a byte that comes again and again does not wait for its own last count.
+inline void count_bytes(const u8* bytes, u64 n, u32* histogram) {
+  u32 parts[3][256] = {};
+  for (u32 i = 0; i < 256; ++i) histogram[i] = 0;
+  u64 i = 0;
+  for (; i + 4 <= n; i += 4) {
+    ++histogram[bytes[i]];
+    ++parts[0][bytes[i + 1]];
+    ++parts[1][bytes[i + 2]];
+    ++parts[2][bytes[i + 3]];
+  }
+  for (; i < n; ++i) ++histogram[bytes[i]];
+  for (u32 j = 0; j < 256; ++j) histogram[j] += parts[0][j] + parts[1][j] + parts[2][j];
+}
+
+inline double bytes_bits(const u8* bytes, u64 n) {
+  u32 histogram[256];
+  count_bytes(bytes, n, histogram);
   return stream_bits(histogram, n);
 }
 
+// Both take room for the bytes of the plane or chain.
 template <class T>
-inline double chain_bits(const T* values, u64 n, u32 planes) {
-  const u64 extra = chain_extra(values, n, planes);
-  if (extra > 8 * n + 64) return kNever;
-  u32 histogram[256] = {};
-  for (u64 i = 0; i < n; ++i) ++histogram[u64(quotient(values[i], planes)) % 255];
-  // 255 itself only stands for "more"; q mod 255 never gives it.
-  histogram[255] = u32(extra);
-  return stream_bits(histogram, n + extra);
+inline double plane_bits(const T* values, u64 n, u32 plane, u8* room) {
+  pack_plane(values, n, plane, room);
+  return bytes_bits(room, n);
+}
+
+constexpr u64 kMostExtra = 4;  // chain bytes beyond one per integer of an array that is worth a look
+
+template <class T>
+inline double chain_bits(const T* values, u64 n, u32 planes, u8* room) {
+  if (chain_extra(values, n, planes) > kMostExtra * n) return kNever;
+  return bytes_bits(room, u64(pack_chain(values, n, planes, room) - room));
 }
 
 template <class T>
@@ -73,41 +93,50 @@ inline u32 bytes_needed(const T* values, u64 n) {
 
 // The best number of planes for a sample, or the cost of the forced one.
 template <class T>
-inline Choice choose_planes(const T* values, u64 n, int forced) {
+inline Choice choose_planes(const T* values, u64 n, int forced, u8* room) {
   Choice best;
   if (n == 0) return Choice{1, 0};
   const u32 needed = bytes_needed(values, n);
   double low_bits = 0;
   for (u32 planes = 1; planes <= needed; ++planes) {
-    const double bits = low_bits + chain_bits(values, n, planes);
-    if (bits < best.bits) best = Choice{planes, bits};
-    if (planes < needed) low_bits += plane_bits(values, n, planes - 1);
+    const double bits = low_bits + chain_bits(values, n, planes, room);
+    // A stream more must earn its keep: it costs its reader a pass, and zstd a frame.
+    if (bits < best.bits * kWorthAPlane) best = Choice{planes, bits};
+    if (planes < needed) low_bits += plane_bits(values, n, planes - 1, room);
   }
   if (forced > 0) best.planes = u32(forced);
   return best;
 }
 
-// Offset of piece k of the sample of n things, and how many it has; the sample has sample_pieces(n) pieces.
-inline u64 sample_pieces(u64 n) { return n <= kSample ? 1 : kSample / kSampleRun; }
-inline u64 sample_offset(u64 n, u64 k) { return n <= kSample ? 0 : (n - kSampleRun) / (kSample / kSampleRun - 1) * k; }
-inline u64 sample_length(u64 n) { return n <= kSample ? n : kSampleRun; }
+// A sample is the whole of a small array, or pieces of a large one, evenly spread.
+struct Sample {
+  u64 pieces, length, step;
+
+  explicit Sample(u64 n) : pieces(1), length(n), step(0) {
+    if (n <= kSmallSample) return;
+    const u64 wanted = n / 16 < kSmallSample ? kSmallSample : n / 16 > kSample ? kSample : n / 16;
+    pieces = wanted / kSampleRun;
+    length = kSampleRun;
+    step = (n - length) / (pieces - 1);
+  }
+};
 
 template <class W>
 inline u64 sample_values(u32 operation, bool sparse, const W* olds, const W* news, u64 n, W* out) {
-  u64 taken = 0;
-  for (u64 k = 0; k < sample_pieces(n); ++k, taken += sample_length(n)) {
-    const u64 at = sample_offset(n, k);
-    stored_values(operation, sparse, olds + at, news + at, sample_length(n), out + taken);
+  const Sample sample(n);
+  for (u64 k = 0; k < sample.pieces; ++k) {
+    const u64 at = k * sample.step;
+    stored_values(operation, sparse, olds + at, news + at, sample.length, out + k * sample.length);
   }
-  return taken;
+  return sample.pieces * sample.length;
 }
 
 template <class G>
 inline u64 sample_gaps(const G* gaps, u64 n, G* out) {
-  u64 taken = 0;
-  for (u64 k = 0; k < sample_pieces(n); ++k, taken += sample_length(n))
-    __builtin_memcpy(out + taken, gaps + sample_offset(n, k), sample_length(n) * sizeof(G));
-  return taken;
+  const Sample sample(n);
+  for (u64 k = 0; k < sample.pieces; ++k)
+    __builtin_memcpy(out + k * sample.length, gaps + k * sample.step, sample.length * sizeof(G));
+  return sample.pieces * sample.length;
 }
 
 struct ValuePlan {
@@ -119,37 +148,39 @@ struct ValuePlan {
 
 // Cost of two-bit codes for stored differences. `escapes` has room for n.
 template <class W>
-inline Choice two_bit_cost(const W* stored, u64 n, u8* codes, W* escapes) {
-  const u64 escaped = pack_two_bit(stored, n, codes, escapes);
-  Choice choice = choose_planes(escapes, escaped, -1);
-  u32 histogram[256] = {};
-  for (u64 i = 0; i < (n + 3) / 4; ++i) ++histogram[codes[i]];
-  choice.bits += stream_bits(histogram, (n + 3) / 4);
+inline Choice two_bit_cost(const W* stored, u64 n, W* escapes, u8* room) {
+  const u64 escaped = pack_two_bit(stored, n, room, escapes);
+  const double codes = bytes_bits(room, (n + 3) / 4);
+  Choice choice = choose_planes(escapes, escaped, -1, room);
+  choice.bits += codes;
   return choice;
 }
 
-// Operation, packing and planes of the values. `work` has room for kSample * (2 * sizeof(W) + 1) bytes.
+// Room for the arrays that the choices below work in.
+constexpr u64 kChoiceBytes = kSample * (3 * 8 + 1 + kMostExtra);
+
+// Operation, packing and planes of the values. `work` is kChoiceBytes long.
 template <class W>
 inline ValuePlan choose_values(const W* olds, const W* news, u64 n, bool sparse, int operation, int packing, u8* work) {
   W* stored = reinterpret_cast<W*>(work);
   W* escapes = stored + kSample;
-  u8* codes = reinterpret_cast<u8*>(escapes + kSample);
+  u8* room = reinterpret_cast<u8*>(escapes + kSample);
   ValuePlan best;
   const auto consider = [&](u32 op, u32 pack, Choice choice) {
     if (choice.bits < best.bits || best.bits == kNever) best = ValuePlan{op, pack, choice.planes, choice.bits};
   };
   if (operation == int(kSet)) {
     const u64 taken = sample_values(kSet, sparse, olds, news, n, stored);
-    consider(kSet, kPlanes, choose_planes(stored, taken, -1));
+    consider(kSet, kPlanes, choose_planes(stored, taken, -1, room));
   }
   if (operation != int(kXor) && operation != int(kSet)) {
     const u64 taken = sample_values(kAdd, sparse, olds, news, n, stored);
-    if (packing != int(kPlanes)) consider(kAdd, kTwoBit, two_bit_cost(stored, taken, codes, escapes));
-    if (packing != int(kTwoBit)) consider(kAdd, kPlanes, choose_planes(stored, taken, -1));
+    if (packing != int(kPlanes)) consider(kAdd, kTwoBit, two_bit_cost(stored, taken, escapes, room));
+    if (packing != int(kTwoBit)) consider(kAdd, kPlanes, choose_planes(stored, taken, -1, room));
   }
   if (operation != int(kAdd) && operation != int(kSet) && packing != int(kTwoBit)) {
     const u64 taken = sample_values(kXor, sparse, olds, news, n, stored);
-    consider(kXor, kPlanes, choose_planes(stored, taken, -1));
+    consider(kXor, kPlanes, choose_planes(stored, taken, -1, room));
   }
   return best;
 }
@@ -160,20 +191,21 @@ struct PositionPlan {
   u32 run_planes = 0;
 };
 
-// Gaps or runs, and planes. `work` has room for 3 * kSample gaps.
+// Gaps or runs, and planes. `work` is kChoiceBytes long.
 template <class G>
 inline PositionPlan choose_positions(const G* gaps, u64 n, int kind, int gap_planes, u8* work) {
   G* sample = reinterpret_cast<G*>(work);
   G* run_gaps = sample + kSample;
   G* run_lengths = run_gaps + kSample;
+  u8* room = reinterpret_cast<u8*>(run_lengths + kSample);
   const u64 taken = sample_gaps(gaps, n, sample);
   Choice single;
-  if (kind != int(kRuns)) single = choose_planes(sample, taken, gap_planes);
+  if (kind != int(kRuns)) single = choose_planes(sample, taken, gap_planes, room);
   if (kind == int(kGaps)) return PositionPlan{kGaps, single.planes, 0};
   const u64 runs = runs_of_gaps(sample, taken, run_gaps, run_lengths);
   if (kind != int(kRuns) && runs * 2 > taken) return PositionPlan{kGaps, single.planes, 0};
-  const Choice starts = choose_planes(run_gaps, runs, gap_planes);
-  const Choice lengths = choose_planes(run_lengths, runs, -1);
+  const Choice starts = choose_planes(run_gaps, runs, gap_planes, room);
+  const Choice lengths = choose_planes(run_lengths, runs, -1, room);
   if (kind == int(kRuns) || starts.bits + lengths.bits < single.bits)
     return PositionPlan{kRuns, starts.planes, lengths.planes};
   return PositionPlan{kGaps, single.planes, 0};

@@ -7,32 +7,94 @@ constexpr u64 kMix = 0xD6E8FEB86659FD93ull;
 constexpr u64 kMix0 = 0xBF58476D1CE4E5B9ull;
 constexpr u64 kMix1 = 0x94D049BB133111EBull;
 
-inline void add_element(u64 s, u64 value, u64& lane0, u64& lane1) {
-  const u64 t = s ^ value;
-  u64 u = (t ^ (t >> 32)) * kMix;
-  u ^= u >> 29;
-  const u64 a0 = u * kMix0;
-  const u64 a1 = u * kMix1;
-  lane0 += a0 ^ (a0 >> 32);
-  lane1 += a1 ^ (a1 >> 32);
-}
+// Running sums, several elements at a time.
+class DigestSum {
+ public:
+  // `s` is key + (position + 1) * golden ratio of each lane's element.
+  void add(V64 s, V64 value) {
+    const V64 t = s ^ value;
+    V64 u = (t ^ shifted_right<32>(t)) * mix_;
+    u = u ^ shifted_right<29>(u);
+    const V64 a0 = u * mix0_;
+    const V64 a1 = u * mix1_;
+    lane0_ = lane0_ + (a0 ^ shifted_right<32>(a0));
+    lane1_ = lane1_ + (a1 ^ shifted_right<32>(a1));
+  }
+
+  void add_one(u64 s, u64 value) {
+    const u64 t = s ^ value;
+    u64 u = (t ^ (t >> 32)) * kMix;
+    u ^= u >> 29;
+    const u64 a0 = u * kMix0;
+    const u64 a1 = u * kMix1;
+    rest_ = rest_ + Lanes{a0 ^ (a0 >> 32), a1 ^ (a1 >> 32)};
+  }
+
+  Lanes total() const { return Lanes{lane0_.sum(), lane1_.sum()} + rest_; }
+
+ private:
+  V64 lane0_ = V64::all(0), lane1_ = V64::all(0);
+  Lanes rest_;
+  const Factor mix_{kMix}, mix0_{kMix0}, mix1_{kMix1};
+};
 
 // n elements that lie one behind the other, the first at position `start`.
 template <class W>
 inline Lanes digest_dense(const u8* values, u64 start, u64 n, u64 key) {
-  u64 lane0 = 0, lane1 = 0;
+  DigestSum sum;
   const u64 first = key + (start + 1) * kGolden;
-  for (u64 i = 0; i < n; ++i) add_element(first + i * kGolden, load<W>(values + i * sizeof(W)), lane0, lane1);
-  return Lanes{lane0, lane1};
+  V64 s = V64::all(first) + V64::iota() * Factor(kGolden);
+  const V64 step = V64::all(kGolden * V64::kLanes);
+  u64 i = 0;
+  for (; i + V64::kLanes <= n; i += V64::kLanes, s = s + step)
+    sum.add(s, V64::widened<W>(values + i * sizeof(W)));
+  for (; i < n; ++i) sum.add_one(first + i * kGolden, load<W>(values + i * sizeof(W)));
+  return sum.total();
 }
 
-// Values at positions start + offsets[i].
+// Calls use(i, s) for each vector of positions start + offsets[i] and use_one(i, s) for those left over.
+template <class P, class Use, class UseOne>
+inline void for_positions(const P* offsets, u64 start, u64 n, u64 key, Use use, UseOne use_one) {
+  const u64 first = key + (start + 1) * kGolden;
+  const V64 firsts = V64::all(first);
+  const Factor golden(kGolden);
+  u64 i = 0;
+  for (; i + V64::kLanes <= n; i += V64::kLanes)
+    use(i, V64::widened<P>(reinterpret_cast<const u8*>(offsets + i)) * golden + firsts);
+  for (; i < n; ++i) use_one(i, first + offsets[i] * kGolden);
+}
+
+template <class W>
+inline V64 widened(const W* values) {
+  return V64::widened<W>(reinterpret_cast<const u8*>(values));
+}
+
 template <class W, class P>
 inline Lanes digest_sparse(const P* offsets, u64 start, const W* values, u64 n, u64 key) {
-  u64 lane0 = 0, lane1 = 0;
-  const u64 first = key + (start + 1) * kGolden;
-  for (u64 i = 0; i < n; ++i) add_element(first + offsets[i] * kGolden, values[i], lane0, lane1);
-  return Lanes{lane0, lane1};
+  DigestSum sum;
+  for_positions(
+      offsets, start, n, key, [&](u64 i, V64 s) { sum.add(s, widened(values + i)); },
+      [&](u64 i, u64 s) { sum.add_one(s, values[i]); });
+  return sum.total();
+}
+
+// Of two sets of values at the same positions, in one pass; adds to before and after.
+template <class W, class P>
+inline void digest_pair(const P* offsets, u64 start, const W* olds, const W* news, u64 n, u64 key, Lanes& before,
+                        Lanes& after) {
+  DigestSum old_sum, new_sum;
+  for_positions(
+      offsets, start, n, key,
+      [&](u64 i, V64 s) {
+        old_sum.add(s, widened(olds + i));
+        new_sum.add(s, widened(news + i));
+      },
+      [&](u64 i, u64 s) {
+        old_sum.add_one(s, olds[i]);
+        new_sum.add_one(s, news[i]);
+      });
+  before = before + old_sum.total();
+  after = after + new_sum.total();
 }
 
 }  // namespace deltarefit::DR_LEVEL

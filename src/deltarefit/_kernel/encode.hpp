@@ -17,7 +17,7 @@ template <class W, class G>
 inline Status scan(const View& older, const View& newer, u64 start, u64 key, Lanes* sums, Scratch& scratch,
                    Changes<W, G>& out) {
   alignas(64) u8 old_copy[kChunk * sizeof(W)], new_copy[kChunk * sizeof(W)];
-  u32 offsets[kChunk + 64];
+  u32 offsets[kChunk + kSlack];
   Reader<W> old_reader(older), new_reader(newer);
   u64 count = 0, next = 0;  // next: first position after the last changed one
   for (u64 at = 0; at < older.numel; at += kChunk) {
@@ -40,8 +40,7 @@ inline Status scan(const View& older, const View& newer, u64 start, u64 key, Lan
       news[i] = load<W>(b + offsets[i] * sizeof(W));
     }
     if (sums != nullptr) {
-      sums[0] = sums[0] + digest_sparse(offsets, start + at, olds, m, key);
-      sums[1] = sums[1] + digest_sparse(offsets, start + at, news, m, key);
+      digest_pair(offsets, start + at, olds, news, m, key, sums[0], sums[1]);
     }
     next = at + offsets[m - 1] + 1;
     count += m;
@@ -176,7 +175,7 @@ inline Status pack_changes(const Changes<W, G>& changes, const Forced& forced, S
   Code code;
   code.kind = kAll;
   code.log_width = log_of_width(sizeof(W));
-  if (!scratch.sample.grow(kSample * 3 * 8, 0)) return no_memory();
+  if (!scratch.sample.grow(kChoiceBytes, 0)) return no_memory();
   if (changes.gaps != nullptr) {
     const PositionPlan plan =
         choose_positions(changes.gaps, changes.count, forced.kind, forced.gap_planes, scratch.sample.data());

@@ -1,7 +1,12 @@
 // The core, compiled once per instruction level: a .cpp defines DR_LEVEL (a namespace) and includes this file.
 #include "level.hpp"
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include "access.hpp"
+#include "lanes.hpp"
 #include "digest.hpp"
 #include "scan.hpp"
 #include "pack.hpp"

@@ -24,34 +24,42 @@ Bits = npt.NDArray[np.unsignedinteger[Any]]
 Pair = Mapping[str, tuple[Bits, Bits]]
 
 LEARNING_RATES = (1e-6, 3e-6, 1e-5)
-WARM_STEPS = 4
-"""AdamW steps before the old checkpoint of a pair: by then the moments have left their start."""
+WARM_STEPS = 2
+"""AdamW steps at a pair's learning rate before its old checkpoint."""
 
 
 def real_pairs(cache: Path, quick: bool = False) -> dict[float, Pair]:
-    """By learning rate, the checkpoints before and after step ``WARM_STEPS`` + 1; read-only memory maps, uint16.
+    """By learning rate, the checkpoints before and after one AdamW step; read-only memory maps, uint16.
 
-    The model is the real one (dequantized from Q4_1), or with ``quick`` the tiny random one. Steps are supervised
-    ones on the task of ``demo.task``, each learning rate its own run from the same weights. Made once per cache:
-    real 1.6 GB and about a minute, tiny a few seconds.
+    The model is the real one (dequantized from Q4_1), or with ``quick`` the tiny random one. All pairs come
+    from one supervised run on the task of ``demo.task`` with fp32 masters: 20 steps at a fine-tuning rate of
+    1e-4 (``Trainer`` says why), then for each learning rate, falling, ``WARM_STEPS`` steps and the pair's
+    step. Made once per cache: real 1.6 GB and about a minute, tiny a few seconds.
     """
     model = tiny_model(cache) if quick else real_model(cache)
-    return {rate: _pair(cache, model, rate) for rate in LEARNING_RATES}
+    directory = build_once(cache / f"pairs-{model.name}", partial(_make_pairs, model))
+    return {rate: _pair(directory, rate) for rate in LEARNING_RATES}
 
 
-def _pair(cache: Path, model: Path, rate: float) -> Pair:
-    directory = build_once(cache / f"pair-{model.name}-lr{rate:g}", partial(_make_pair, model, rate))
-    old, new = (map_safetensors(directory / f"{which}.safetensors") for which in ("old", "new"))
+def _pair(directory: Path, rate: float) -> Pair:
+    old, new = (map_safetensors(directory / _file(rate, which)) for which in ("old", "new"))
     return {name: (old[name], new[name]) for name in old}
 
 
-def _make_pair(model: Path, rate: float, directory: Path) -> None:
-    trainer = Trainer(model, rate)
-    for _ in range(WARM_STEPS):
+def _file(rate: float, which: str) -> str:
+    return f"lr-{rate:.0e}-{which}.safetensors"
+
+
+def _make_pairs(model: Path, directory: Path) -> None:
+    trainer = Trainer(model)
+    trainer.tune()
+    for rate in sorted(LEARNING_RATES, reverse=True):
+        trainer.learning_rate = rate
+        for _ in range(WARM_STEPS):
+            trainer.step()
+        write_bf16(directory / _file(rate, "old"), trainer.bits())
         trainer.step()
-    write_bf16(directory / "old.safetensors", trainer.bits())
-    trainer.step()
-    write_bf16(directory / "new.safetensors", trainer.bits())
+        write_bf16(directory / _file(rate, "new"), trainer.bits())
 
 
 def map_safetensors(path: Path) -> dict[str, Bits]:
@@ -66,15 +74,16 @@ def map_safetensors(path: Path) -> dict[str, Bits]:
 
 def _view(data: npt.NDArray[np.uint8], entry: Mapping[str, Any]) -> Bits:
     first, last = entry["data_offsets"]
-    return data[first:last].view(f"<u{WIDTHS[entry['dtype']]}").reshape(entry["shape"])
+    bits: Bits = data[first:last].view(f"<u{WIDTHS[entry['dtype']]}").reshape(entry["shape"])
+    return bits
 
 
 def generated_pair(density: float, numel: int, dtype: str = "BF16", seed: int = 0) -> Pair:
-    """About ``numel`` random elements in the tensors of a small transformer; each changes with chance ``density``.
+    """About ``numel`` random elements in the tensors of a small transformer; ``density`` of them change.
 
-    ``dtype`` is BF16 (normal weights; nine differences in ten are one step of the format, the rest have a
-    geometric tail, half of them down), F32 (normal weights; 10 to 10,000 steps, log-uniform) or F8_E4M3 (random
-    bytes of finite values; one or two steps). Everything is independent of place: no structure to exploit.
+    ``dtype`` is BF16 (normal weights; nine changes in ten are one step of the format, the rest have a
+    geometric tail), F32 (normal weights; 10 to 10,000 steps, log-uniform) or F8_E4M3 (finite bytes; one
+    or two steps). Half go up in magnitude, half down, all independent of place: no structure to exploit.
     """
     if not 0 <= density <= 1 or dtype not in _MAKERS or numel < 0:
         raise UsageError(
@@ -113,25 +122,29 @@ def _generated(
 
 
 def _moved(values: Bits, steps: npt.NDArray[np.int64], generator: np.random.Generator) -> Bits:
-    """Values moved up or down in magnitude by ``steps`` of their format; never through zero, into another sign."""
+    """Values moved up or down in magnitude by ``steps`` of their format; never through zero."""
     magnitude = (values & values.dtype.type(np.iinfo(values.dtype).max >> 1)).astype(np.int64)
     down = (generator.random(values.size, dtype=np.float32) < 0.5) & (magnitude >= steps)
     # Unsigned arithmetic wraps: adding 2^n - s is subtracting s.
-    return values + np.where(down, -steps, steps).astype(values.dtype)
+    moved: Bits = values + np.where(down, -steps, steps).astype(values.dtype)
+    return moved
 
 
 def _normal_bf16(generator: np.random.Generator, numel: int) -> Bits:
-    return (_normal_f32(generator, numel) >> np.uint32(16)).astype(np.uint16)
+    bits: Bits = (_normal_f32(generator, numel) >> np.uint32(16)).astype(np.uint16)
+    return bits
 
 
 def _normal_f32(generator: np.random.Generator, numel: int) -> Bits:
-    return (generator.standard_normal(numel, dtype=np.float32) * np.float32(0.05)).view(np.uint32)
+    bits: Bits = (generator.standard_normal(numel, dtype=np.float32) * np.float32(0.05)).view(np.uint32)
+    return bits
 
 
 def _bytes_e4m3(generator: np.random.Generator, numel: int) -> Bits:
     # Magnitudes 0x08..0x77: 0x7f is NaN, and two steps up must stay below it.
     magnitudes = generator.integers(0x08, 0x78, numel, dtype=np.uint8)
-    return magnitudes | (generator.integers(0, 2, numel, dtype=np.uint8) << np.uint8(7))
+    bits: Bits = magnitudes | (generator.integers(0, 2, numel, dtype=np.uint8) << np.uint8(7))
+    return bits
 
 
 def _steps_bf16(generator: np.random.Generator, count: int) -> npt.NDArray[np.int64]:

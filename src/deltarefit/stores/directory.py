@@ -164,9 +164,9 @@ class DirectoryStore:
                     yield path.relative_to(self._root).as_posix(), file_size(path)
 
     def _sweep(self) -> None:
-        """Remove what writers that died left behind."""
+        """Remove what writers that died left behind, if this user may."""
         for left in self._tmp.iterdir():
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 if time.time() - left.stat().st_mtime > _STALE_S:
                     left.unlink()
 

@@ -13,7 +13,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
 from obstore.exceptions import AlreadyExistsError as NativeExists
-from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
+from obstore.exceptions import BaseError, PreconditionError
 
 from deltarefit.errors import AlreadyExistsError, RefitError, StorageFullError, UnavailableError, UsageError
 from deltarefit.stores.keys import missing
@@ -27,6 +27,15 @@ _PASSING = frozenset(
 )
 """Codes that come with a 4xx status although a later try, perhaps with the clock set right, may do."""
 _PASSING_STATUS = frozenset({408, 409, 425, 429})
+_HOPELESS = (
+    ("<Code>NoSuchBucket<", "no such bucket", "Make the bucket, or give another URL."),
+    ("<Code>NotImplemented<", "a server without this operation", "Use one with conditional writes."),
+    ("Received redirect", "a redirect to another region", "Give the region and endpoint of the bucket."),
+    ("builder error", "a plain http:// endpoint", "Give it as an argument, which allows plain HTTP."),
+)
+"""Sign in obstore's text, what it means, what to do."""
+_METADATA_SERVICE = "169.254."
+_LEAST_SECRET = 6
 _NETWORK = {
     "ConnectionRefused": "connection refused",
     "TimedOut": "no answer in time",
@@ -52,9 +61,10 @@ class Place:
         return self.url if self.endpoint is None else f"{self.url} at {self.endpoint}"
 
     def clean(self, text: str) -> str:
-        """``text`` without any known secret."""
+        """``text`` without any known secret. One of a few characters is none, and would only garble it."""
         for secret in self.secrets:
-            text = text.replace(secret, "***")
+            if len(secret) >= _LEAST_SECRET:
+                text = text.replace(secret, "***")
         return text
 
 
@@ -72,7 +82,9 @@ class Reply:
         text = str(err)
         status, code, message = (found.search(text) for found in (_STATUS, _CODE, _MESSAGE))
         if status is None:
-            return cls(0, "", next((words for mark, words in _NETWORK.items() if mark in text), "no answer"))
+            return cls(
+                0, "", next((words for mark, words in _NETWORK.items() if mark in text), "no usable answer")
+            )
         return cls(int(status[1]), code[1] if code else "", message[1] if message else "")
 
     def __str__(self) -> str:
@@ -98,45 +110,40 @@ def _translated(err: Exception, place: Place, verb: str, key: str) -> RefitError
     what = f"cannot {verb} {key!r} in {place}"
     reply = Reply.of(err)
     found = place.clean(str(reply))
-    if isinstance(err, NativeExists):
+    if isinstance(err, NativeExists) and verb == "create":
         return AlreadyExistsError(
             what, found="an object", next_step="Read it back: it may be your own earlier success."
         )
-    if reply.code == "NoSuchBucket":
-        return UsageError(what, found="no such bucket", next_step="Make the bucket, or give another URL.")
-    if isinstance(err, FileNotFoundError):
+    if isinstance(err, FileNotFoundError) and reply.code != "NoSuchBucket":
         return missing(key, str(place))
     if isinstance(err, PreconditionError):
         return UnavailableError(what, found="the object was replaced meanwhile", next_step="Run it again.")
     if reply.status == 507 or reply.code in _FULL:
         return StorageFullError(what, found=found, next_step="Make room in the store, then run it again.")
-    return _refused(err, reply, what, found) or _unavailable(str(err), what, found)
+    return _refused(str(err), reply, what, found) or _unavailable(str(err), what, found)
 
 
-def _refused(err: Exception, reply: Reply, what: str, found: str) -> UsageError | None:
+def _refused(text: str, reply: Reply, what: str, found: str) -> UsageError | None:
     """The error if no later try can succeed, else None."""
-    if reply.code in _PASSING or reply.status in _PASSING_STATUS or "169.254." in str(err):
+    if reply.code in _PASSING or reply.status in _PASSING_STATUS or _METADATA_SERVICE in text:
         return None
-    if isinstance(err, PermissionDeniedError | UnauthenticatedError) or reply.status in (401, 403):
+    if reply.status in (401, 403):
         return UsageError(
             what,
             expected="credentials that may read and write there",
             found=found,
             next_step="Check access key, secret key, region, and the rights of that user.",
         )
+    for sign, cause, next_step in _HOPELESS:
+        if sign in text:
+            return UsageError(what, found=cause, next_step=next_step)
     if 400 <= reply.status < 500:
         return UsageError(what, found=found, next_step="Check bucket name, endpoint and region.")
-    if "builder error" in str(err):
-        return UsageError(
-            what,
-            found="a plain http:// endpoint",
-            next_step="Give it as an argument, which allows plain HTTP.",
-        )
     return None
 
 
 def _unavailable(text: str, what: str, found: str) -> UnavailableError:
-    if "169.254." in text:
+    if _METADATA_SERVICE in text:
         return UnavailableError(
             what,
             expected="credentials from arguments, AWS_ACCESS_KEY_ID, or this machine's metadata service",

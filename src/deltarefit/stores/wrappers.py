@@ -136,7 +136,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Fault:
-    """``kind`` happens to calls ``first`` to ``last`` of those that ``verb`` and ``key`` match.
+    """``kind`` happens to calls ``first``, ``first + every`` ... ``last`` that ``verb`` and ``key`` match.
 
     ``verb`` and ``key`` are shell patterns. Calls count from 1; ``last=None`` means for ever. CORRUPT and
     TRUNCATE can only happen to ``get``.
@@ -147,7 +147,13 @@ class Fault:
     key: str = "*"
     first: int = 1
     last: int | None = 1
+    every: int = 1
     seconds: float = 0.0
+
+    def strikes(self, number: int) -> bool:
+        """Whether it happens to the call of that number."""
+        last = number if self.last is None else self.last
+        return self.first <= number <= last and (number - self.first) % self.every == 0
 
     def matches(self, verb: str, key: str) -> bool:
         """Whether a call of this verb on this key counts."""
@@ -229,7 +235,7 @@ class Faulty:
                 if not fault.matches(verb, key):
                     continue
                 self._seen[number] += 1
-                if fault.first <= self._seen[number] <= (fault.last or self._seen[number]):
+                if fault.strikes(self._seen[number]):
                     due.append(fault)
                     self.fired.append((verb, key, fault.kind))
         return due

@@ -20,10 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltarefit import safetensors_layout as layouts
+from deltarefit.elements import Elements
 from deltarefit.errors import BaseMismatch, IntegrityError, NotFoundError, UsageError
-from deltarefit.localfiles import disk_errors, fsync_directory, mapped, remove_leftovers, write_durably
+from deltarefit.localfiles import (
+    disk_error,
+    disk_errors,
+    fsync_directory,
+    mapped,
+    remove_leftovers,
+    write_durably,
+)
 from deltarefit.manifest import Catalog, Header
-from deltarefit.ports import Elements
 from deltarefit.targets.directory_state import DirectorySpool, claim, refuse_foreign, remove_tree, take_lock
 
 STATE_DIRECTORY = ".deltarefit"
@@ -116,10 +123,10 @@ class CheckpointTarget:
 
     def _path(self, name: str) -> Path:
         """Where a file of ours is now: seen by users, or still being seeded."""
-        shown, hidden = self._root / name, self._seed / name
-        if not shown.exists() and not hidden.exists():
-            raise IntegrityError(f"{shown} is gone", next_step=layouts.RESEED)
-        return shown if shown.exists() else hidden
+        for directory in (self._root, self._seed):
+            if (path := directory / name).exists():
+                return path
+        raise IntegrityError(f"{self._root / name} is gone", next_step=layouts.RESEED)
 
     @property
     def catalog(self) -> Catalog | None:
@@ -257,8 +264,10 @@ class CheckpointTarget:
         return self._weights[place.file], place.file, place.offset + start * entry.width, entry.width
 
     def _check_file(self, name: str, weights: _WeightFile) -> None:
-        with disk_errors(f"cannot use {self._root / name}"):
+        try:
             state = self._path(name).stat()
+        except OSError as error:
+            raise disk_error(f"cannot use {self._root / name}", error) from error
         found = (state.st_dev, state.st_ino, state.st_size)
         if found != (expected := (weights.device, weights.inode, weights.size)):
             raise IntegrityError(

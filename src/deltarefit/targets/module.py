@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from deltarefit.baseline import MemorySpool
+from deltarefit.elements import Elements
 from deltarefit.errors import BaseMismatch, UsageError
 from deltarefit.manifest import WIDTHS, Catalog, Header, TensorEntry
-from deltarefit.ports import Elements
 
 _TORCH_NAMES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",

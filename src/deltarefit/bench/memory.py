@@ -1,0 +1,68 @@
+"""Peak memory of ``publish`` and ``follow`` at two model sizes: real processes, as the kernel accounts them.
+
+Both keep their copy of the weights in files (baseline, followed directory) that are mapped window by window, so the peak
+must not grow with the model. ``base`` is the same program that does nothing (``deltarefit --version``).
+"""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deltarefit.demo.train import write_bf16
+from deltarefit.errors import RefitError
+
+TENSOR_ELEMENTS = 32 << 20
+DENSITY = 0.03
+
+
+def peaks(work: Path, sizes: tuple[int, ...]) -> dict[str, Any]:
+    """Peak resident bytes by size of model: {"base": n, "sizes": {size: {"publish": n, "follow": n}}}."""
+    base = _peak("--version")
+    return {"base": base, "sizes": {size: _peaks_of(work, size) for size in sizes}}
+
+
+def _peaks_of(work: Path, size: int) -> dict[str, int]:
+    with tempfile.TemporaryDirectory(prefix="deltarefit-memory-", dir=work) as name:
+        root = Path(name)
+        store, old, new = root / "store", root / "old", root / "new"
+        _write_pair(old, new, size)
+        where = ("--to", str(store), "--baseline", str(root / "baseline"), "-q")
+        first = _peak("publish", str(old), *where)
+        follow_first = _peak("follow", str(store), "--into", str(root / "into"), "--once", "-q")
+        publish = max(first, _peak("publish", str(new), *where))
+        follow = max(follow_first, _peak("follow", str(store), "--into", str(root / "into"), "--once", "-q"))
+        if not filecmp.cmp(root / "into" / "model.safetensors", new / "model.safetensors", shallow=False):
+            raise RefitError("the followed directory differs from what was published")
+    return {"publish": publish, "follow": follow}
+
+
+def _write_pair(old: Path, new: Path, size: int) -> None:
+    """Two bf16 checkpoints of about ``size`` bytes; one block of random bits serves all tensors."""
+    generator = np.random.default_rng(0)
+    elements = min(TENSOR_ELEMENTS, size // 2)
+    bits = generator.integers(0, 1 << 16, elements, dtype=np.uint16)
+    moved = bits + (generator.random(elements, dtype=np.float32) < DENSITY).astype(np.uint16)
+    names = [f"layers.{i}.weight" for i in range(max(1, size // 2 // elements))]
+    for directory, array in ((old, bits), (new, moved)):
+        directory.mkdir()
+        write_bf16(directory / "model.safetensors", dict.fromkeys(names, array))
+
+
+def _peak(*arguments: str) -> int:
+    """Run the command line; its peak resident size in bytes."""
+    command = [sys.executable, "-m", "deltarefit.cli", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)  # noqa: S603
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        text = process.stderr.read().decode() if process.stderr else ""
+        raise RefitError(f"{' '.join(arguments)} failed with {process.returncode}: {text[-2000:]}")
+    return usage.ru_maxrss * 1024

@@ -1,0 +1,147 @@
+"""Every argument and option of every verb, defined once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deltarefit.pipeline import PAYLOAD_BYTES
+
+_OUTPUT, _ACCESS = "Output", "Store access"
+_STORE_HELP = "Where the run lives: a directory, file:///dir, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix."
+_CHECKPOINT_HELP = "A .safetensors file, or a Hugging Face checkpoint directory."
+
+Store = Annotated[str, typer.Argument(metavar="STORE", help=_STORE_HELP, show_default=False)]
+MaybeStore = Annotated[
+    str | None,
+    typer.Argument(metavar="[STORE]", help=f"Also check this store. {_STORE_HELP}", show_default=False),
+]
+To = Annotated[str, typer.Option("--to", metavar="STORE", help=_STORE_HELP, show_default=False)]
+Checkpoint = Annotated[Path, typer.Argument(metavar="CKPT", help=_CHECKPOINT_HELP, show_default=False)]
+CheckpointA = Annotated[Path, typer.Argument(metavar="A", help=_CHECKPOINT_HELP, show_default=False)]
+CheckpointB = Annotated[Path, typer.Argument(metavar="B", help="The other one.", show_default=False)]
+Directory = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR", help="A directory kept by `follow`, or any checkpoint.", show_default=False
+    ),
+]
+Into = Annotated[
+    Path,
+    typer.Option(
+        "--into",
+        metavar="DIR",
+        help="The checkpoint directory to keep at the head. New or empty the first time: files that are not "
+        "ours are never overwritten.",
+        show_default=False,
+    ),
+]
+Version = Annotated[str, typer.Argument(metavar="[VERSION]", help="A version number, or `head`.")]
+AtVersion = Annotated[
+    int | None,
+    typer.Option(
+        "--version",
+        metavar="N",
+        min=1,
+        help="The version that DIR should hold.",
+        show_default="what DIR's own header says; for any other checkpoint the head",
+    ),
+]
+Step = Annotated[
+    int, typer.Option("--step", metavar="N", min=0, help="The trainer's own step number, for the log.")
+]
+Baseline = Annotated[
+    Path | None,
+    typer.Option(
+        "--baseline",
+        metavar="DIR",
+        help="Where the bits of the head are kept between calls, to compare with; rebuilt from the store if "
+        "missing, old or damaged. If not given: deltarefit/baseline/RUN in $XDG_CACHE_HOME or ~/.cache.",
+        show_default=False,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", metavar="N", min=1, help="Threads to encode with.", show_default="one per CPU"),
+]
+PayloadBytes = Annotated[
+    int,
+    typer.Option(
+        "--payload-bytes",
+        metavar="N",
+        min=1,
+        max=192 << 20,
+        help="Cut payload objects at about this size before compression.",
+        show_default=f"{PAYLOAD_BYTES >> 20} MiB",
+    ),
+]
+Once = Annotated[bool, typer.Option("--once", help="Stop as soon as DIR holds the head.")]
+Poll = Annotated[
+    float, typer.Option("--poll", metavar="S", min=0.01, max=3600, help="Seconds between looks at the store.")
+]
+NoProve = Annotated[
+    bool,
+    typer.Option(
+        "--no-prove",
+        help="Trust DIR's header at the start, instead of reading all of DIR once to prove its bits.",
+    ),
+]
+Attempts = Annotated[int, typer.Option("-n", "--attempts", metavar="N", min=1, help="How many, the newest.")]
+Top = Annotated[
+    int,
+    typer.Option(
+        "-n", "--top", metavar="N", min=0, help="List the N tensors with most changes; all with -v."
+    ),
+]
+Tensors = Annotated[
+    bool,
+    typer.Option("--tensors", help="Count changes per tensor, too. This fetches the version's payloads."),
+]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="A tiny model and few rounds: seconds instead of minutes.")
+]
+Cache = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache",
+        metavar="DIR",
+        help="Where prepared models and data are kept. If not given: in $XDG_CACHE_HOME or ~/.cache.",
+        show_default=False,
+    ),
+]
+
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Machine-readable: the last line of stdout is one JSON object.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Only results and errors.", rich_help_panel=_OUTPUT)
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more.", rich_help_panel=_OUTPUT)]
+NoProgress = Annotated[bool, typer.Option("--no-progress", help="No progress bars.", rich_help_panel=_OUTPUT)]
+Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        "--endpoint",
+        metavar="URL",
+        help="An S3 server other than Amazon's; plain http:// is allowed.",
+        show_default="$DELTAREFIT_ENDPOINT or $AWS_ENDPOINT_URL",
+        rich_help_panel=_ACCESS,
+    ),
+]
+Region = Annotated[
+    str | None,
+    typer.Option(
+        "--region",
+        metavar="NAME",
+        help="The bucket's region.",
+        show_default="$AWS_REGION",
+        rich_help_panel=_ACCESS,
+    ),
+]

@@ -1,0 +1,61 @@
+"""What comes from the environment, and how a verb gets at its store. No setting is read from it anywhere
+else.
+
+Credentials are never options: they are taken from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and what else the
+store's own library knows.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltarefit.errors import NotFoundError
+from deltarefit.ports import Store
+from deltarefit.runlog import RUN
+from deltarefit.stores import open_store
+
+
+@dataclass(frozen=True)
+class Remote:
+    """How to reach a store that is not a directory: what the options say, else what the environment says."""
+
+    endpoint: str | None = None
+    region: str | None = None
+
+    def open(self, url: str) -> Store:
+        """The store, for verbs that may start a new run in it. A directory is made."""
+        if not url.startswith("s3://"):
+            return open_store(url, endpoint=self.endpoint, region=self.region)
+        endpoint = self.endpoint or _environment("DELTAREFIT_ENDPOINT", "AWS_ENDPOINT_URL")
+        region = self.region or _environment("AWS_REGION", "AWS_DEFAULT_REGION")
+        return open_store(url, endpoint=endpoint, region=region)
+
+    def existing(self, url: str) -> Store:
+        """The store, for verbs that need a run in it: a mistyped directory is not made."""
+        path = Path(url.removeprefix("file://")).expanduser()
+        if _is_directory_url(url) and not (path / RUN).is_file():
+            found = "a directory without a run" if path.is_dir() else "no such directory"
+            step = "Publish a checkpoint there first, or check the address."
+            raise NotFoundError(f"no run at {url}", found=found, next_step=step)
+        return self.open(url)
+
+
+def cache_directory() -> Path:
+    """``$XDG_CACHE_HOME/deltarefit`` or ``~/.cache/deltarefit``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "deltarefit"
+
+
+def baseline_directory(given: Path | None, run: str) -> Path:
+    """Where the baseline of a run is kept."""
+    return given if given is not None else cache_directory() / "baseline" / run
+
+
+def _environment(*names: str) -> str | None:
+    return next((value for name in names if (value := os.environ.get(name))), None)
+
+
+def _is_directory_url(url: str) -> bool:
+    return "://" not in url or url.startswith("file://")

@@ -1,0 +1,145 @@
+"""``doctor``, ``bench`` and ``demo``: about this machine and this package."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import deltarefit
+from deltarefit import _kernel
+from deltarefit.cli import options, words
+from deltarefit.cli.output import columns
+from deltarefit.cli.settings import cache_directory
+from deltarefit.cli.verbs import DIFFERENT, Call, app, verb
+from deltarefit.doctor import Check, check_store
+from deltarefit.errors import UsageError
+from deltarefit.localfiles import disk_errors
+from deltarefit.publisher import Published
+
+_LIBRARIES = ("numpy", "safetensors", "zstandard", "obstore", "torch", "transformers", "gguf")
+
+_bench = typer.Typer(help="Measure this machine. The last line of stdout is JSON.")
+app.add_typer(_bench, name="bench")
+
+
+@verb(app, "doctor")
+def doctor(call: Call, store: options.MaybeStore = None) -> int:
+    """Show what deltarefit finds on this machine, and check a store's promises.
+
+    With STORE, every promise that commits rest on is tried there below a fresh prefix, above all that of many
+    racing writers exactly one wins; everything is removed again. Do that once before a run relies on a new
+    kind of store. The last line of stdout is `ok` or `failed`; the exit code is 4 if a check failed.
+    """
+    facts = _facts()
+    for name, value in facts.items():
+        call.out.data(f"{name:<12} {value}")
+    checks = _checks(call, store) if store is not None else []
+    failed = [check for check in checks if not check.ok]
+    _show_checks(call, checks)
+    result = "failed" if failed else "ok"
+    call.out.result(
+        result, {"result": result, **facts, "checks": [dataclasses.asdict(check) for check in checks]}
+    )
+    return DIFFERENT if failed else 0
+
+
+def _facts() -> dict[str, str]:
+    facts = {
+        "deltarefit": deltarefit.__version__,
+        "kernel": f"{_kernel.level()} (this CPU runs: {', '.join(_kernel.levels())})",
+        "CPUs": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+    }
+    return facts | {name: _installed(name) for name in _LIBRARIES}
+
+
+def _installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _checks(call: Call, url: str) -> list[Check]:
+    store = call.remote.open(url)
+    call.out.say(f"Checking {store.url}: this may take a minute")
+    return check_store(store)
+
+
+def _show_checks(call: Call, checks: Sequence[Check]) -> None:
+    if not checks:
+        return
+    table = columns("check", "result", "seconds", left=2)
+    for check in checks:
+        table.add_row(check.name, "ok" if check.ok else "FAILED", words.seconds(check.seconds))
+    call.out.table(table)
+    for check in checks:
+        if not check.ok:
+            call.out.data(f"FAILED {check.name}: {check.detail}")
+
+
+@verb(_bench, "codec", remote=False)
+def bench_codec(call: Call, quick: options.Quick = False, cache: options.Cache = None) -> None:
+    """Measure the encoding of real training deltas: bytes, speed, and the neighbours' encodings beside ours.
+
+    Trains a small model for its deltas (the first time; they are kept in the cache), so it needs the demo
+    extra. The last line of stdout is JSON.
+    """
+    codec = _extra("deltarefit.bench.codec")
+    with call.out.progress() as bars:
+        result = codec.run(_made(cache), quick, bars)
+    call.out.table(codec.table(result))
+    call.out.final(result)
+
+
+@verb(app, "demo", remote=False)
+def demo(call: Call, quick: options.Quick = False, cache: options.Cache = None) -> int:
+    """Train a small model and refit a live model in another process after each step, end to end.
+
+    At the end every weight of the live model, and of a checkpoint directory that followed too, is compared
+    with a dense copy of the trainer's. The last line of stdout is `equal` or `differ`; the exit code is 0 or
+    4. Needs the demo extra; prepared models are kept in the cache.
+    """
+    demonstration = _extra("deltarefit.demo.run")
+    result = demonstration.run(_made(cache), quick, call.out.say, lambda row: _say_row(call, row))
+    word = "equal" if result.equal else "differ"
+    call.out.result(word, {"result": word, **result.plain()})
+    return 0 if result.equal else DIFFERENT
+
+
+def _say_row(call: Call, row: Any) -> None:
+    done: Published = row.published
+    dense, wire = words.size(done.dense_bytes), words.size(done.wire_bytes)
+    smaller = words.times(done.dense_bytes, done.wire_bytes)
+    spent = ", ".join(f"{phase} {words.seconds(value)}" for phase, value in row.receiver["seconds"].items())
+    call.out.data(
+        f"version {done.version}: density {words.percent(done.density)}, {wire} for {dense} ({smaller} times "
+        f"smaller), published in {words.seconds(done.seconds['total'])}, received in {spent}; "
+        f"digests {'agree' if row.agreed else 'DIFFER'}"
+    )
+
+
+def _made(cache: Path | None) -> Path:
+    directory = cache if cache is not None else cache_directory()
+    with disk_errors(f"cannot use {directory}"):
+        directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def _extra(module: str) -> Any:
+    """A part of this package that needs the optional libraries."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        step = "Install them: pip install 'deltarefit[demo]'"
+        raise UsageError(
+            f"{module} needs libraries that are not installed", found=error.name, next_step=step
+        ) from error
