@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,7 @@ def save(model: Model, shapes: Shapes, path: Path) -> None:
         offsets = [end, end := end + array.nbytes]
         header[name] = {"dtype": shapes[name][0], "shape": list(array.shape), "data_offsets": offsets}
     head = json.dumps(header).encode()
-    path.write_bytes(
-        len(head).to_bytes(8, "little") + head + b"".join(a.tobytes() for _, a in sorted(model.items()))
-    )
+    path.write_bytes(len(head).to_bytes(8, "little") + head + b"".join(a.tobytes() for _, a in sorted(model.items())))
 
 
 @dataclass
@@ -151,7 +149,22 @@ def spoiled(desk: Desk, tmp_path: Path) -> Desk:
     return desk.copy(tmp_path / "copy")
 
 
-# ------------------------------------------------------------------------------------------ the way of a version
+Here = Callable[..., Done]
+
+
+@pytest.fixture
+def here(capfd: pytest.CaptureFixture[str]) -> Here:
+    """A command in this process, for the many that need no other: starting Python takes longer than most verbs."""
+
+    def run(*arguments: object) -> Done:
+        capfd.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return Done(code, *capfd.readouterr())
+
+    return run
+
+
+# -------------------------------------------------------------------------------- the way of a version
 
 
 def test_publish_prints_the_version_and_talks_on_stderr(published: tuple[Desk, list[Done]]) -> None:
@@ -163,9 +176,7 @@ def test_publish_prints_the_version_and_talks_on_stderr(published: tuple[Desk, l
     assert re.search(r"Committed +version 3 on base 2, \d+\.\d times smaller +\S+ m?s\n$", done[2].err)
     assert "version 1, an anchor" in done[0].err
     assert "\x1b" not in "".join(each.err for each in done)
-    assert [path.name for path in (desk.root / "cache" / "deltarefit" / "baseline").iterdir()] == [
-        run_id(desk)
-    ]
+    assert [path.name for path in (desk.root / "cache" / "deltarefit" / "baseline").iterdir()] == [run_id(desk)]
 
 
 def run_id(desk: Desk) -> str:
@@ -191,7 +202,7 @@ def same_files(directory: Path, expected: Path) -> bool:
     return all((directory / name).read_bytes() == (expected / name).read_bytes() for name in names)
 
 
-def test_publish_json_has_all_of_published_and_log_agrees(spoiled: Desk) -> None:
+def test_publish_json_has_all_of_published_and_log_agrees(here: Here, spoiled: Desk) -> None:
     done = spoiled.run("publish", spoiled.checkpoint(3), "--to", spoiled.store, "--json", "-q", "--step", 7)
     assert (done.code, done.err, len(done.lines)) == (0, "", 1)
     body = done.body
@@ -199,7 +210,7 @@ def test_publish_json_has_all_of_published_and_log_agrees(spoiled: Desk) -> None
     assert (body["version"], body["base"], body["step"], body["anchor"]) == (4, 3, 7, 1)
     assert body["run"] == run_id(spoiled)
     assert body["density"] == body["changed"] / body["numel"]
-    rows = spoiled.run("log", spoiled.store, "--json").body["attempts"]
+    rows = here("log", spoiled.store, "--json").body["attempts"]
     shared = ("base", "step", "changed", "numel", "dense_bytes", "wire_bytes", "density", "times_smaller")
     assert {name: rows[-1][name] for name in shared} == {name: body[name] for name in shared}
 
@@ -210,50 +221,48 @@ def test_unchanged_bits_and_a_lost_baseline_make_a_version_all_the_same(spoiled:
     assert (done.code, done.body["version"], done.body["changed"]) == (0, 4, 0)
 
 
-def test_an_anchor_is_where_the_next_receiver_starts(spoiled: Desk, tmp_path: Path) -> None:
+def test_an_anchor_is_where_the_next_receiver_starts(here: Here, spoiled: Desk, tmp_path: Path) -> None:
     baseline = tmp_path / "baseline"
     done = spoiled.run("anchor", spoiled.store, "--baseline", baseline)
     assert (done.code, done.out) == (0, "3\n")
     assert same_files(baseline, Path(spoiled.checkpoint(2)))
-    followed = spoiled.run("follow", spoiled.store, "--into", tmp_path / "into", "--once")
+    followed = here("follow", spoiled.store, "--into", tmp_path / "into", "--once")
     assert followed.lines == ["3"]
     assert same_files(tmp_path / "into", Path(spoiled.checkpoint(2)))
     again = spoiled.run("anchor", spoiled.store, "--baseline", baseline, "--json")
     assert (again.body["version"], again.body["created"]) == (3, False)
     assert "an anchor already" in again.err
-    assert [row["anchor"] for row in spoiled.run("log", spoiled.store, "--json").body["attempts"]] == [
+    assert [row["anchor"] for row in here("log", spoiled.store, "--json").body["attempts"]] == [
         True,
         False,
         True,
     ]
 
 
-# ------------------------------------------------------------------------------------------ log and show
+# -------------------------------------------------------------------------------- log and show
 
 
-def test_log(desk: Desk) -> None:
-    table = desk.run("log", desk.store)
+def test_log(here: Here, desk: Desk) -> None:
+    table = here("log", desk.store)
     cells = [re.split(r" {2,}", line.strip()) for line in table.lines]
     assert cells[0][:4] == ["attempt", "outcome", "base", "step"]
     assert [row[:4] for row in cells[1:]] == [[str(n + 1), "COMMIT", str(n), str(10 * n)] for n in range(3)]
     assert [row[-1] == "anchor" for row in cells[1:]] == [True, False, False]
-    body = desk.run("log", desk.store, "--json").body
+    body = here("log", desk.store, "--json").body
     assert body["run"] == run_id(desk)
     assert [row["attempt"] for row in body["attempts"]] == [1, 2, 3]
     assert all(row["wire_bytes"] < row["dense_bytes"] / 5 for row in body["attempts"][1:])
-    newest = desk.run("log", desk.store, "-n", 1, "--json").body["attempts"]
+    newest = here("log", desk.store, "-n", 1, "--json").body["attempts"]
     assert newest == body["attempts"][-1:]
 
 
-def test_log_does_not_trust_the_hint(spoiled: Desk) -> None:
+def test_log_does_not_trust_the_hint(here: Here, spoiled: Desk) -> None:
     (Path(spoiled.store) / "head").unlink()
-    assert [
-        row["attempt"] for row in spoiled.run("log", spoiled.store, "-n", 2, "--json").body["attempts"]
-    ] == [2, 3]
+    assert [row["attempt"] for row in here("log", spoiled.store, "-n", 2, "--json").body["attempts"]] == [2, 3]
 
 
-def test_show(desk: Desk) -> None:
-    body = desk.run("show", desk.store, "2", "--tensors", "--json").body
+def test_show(here: Here, desk: Desk) -> None:
+    body = here("show", desk.store, "2", "--tensors", "--json").body
     for payload in body["payloads"]:
         path = Path(desk.store) / "a" / f"{2:010d}" / "pl" / payload["sha256"]
         assert path.stat().st_size == payload["size"]
@@ -264,33 +273,33 @@ def test_show(desk: Desk) -> None:
     assert {name for name, count in counts.items() if count} == set(listed)
     assert all(counts[name] <= listed[name] for name in listed)
     assert listed["layer.weight"] == counts["layer.weight"] > 100
-    text = desk.run("show", desk.store, "--tensors")
+    text = here("show", desk.store, "--tensors")
     assert text.lines[0] == "version      3 on base 2, step 20"
     assert re.search(r"\nlayer.weight +BF16 +300x100 +\d+ +\d\.\d\d %\n", text.out)
 
 
-# ------------------------------------------------------------------------------------------ compare and verify
+# -------------------------------------------------------------------------------- compare and verify
 
 
-def test_compare(desk: Desk, tmp_path: Path) -> None:
-    equal = desk.run("compare", desk.checkpoint(1), desk.checkpoint(1) + "/model.safetensors")
+def test_compare(here: Here, desk: Desk, tmp_path: Path) -> None:
+    equal = here("compare", desk.checkpoint(1), desk.checkpoint(1) + "/model.safetensors")
     assert (equal.code, equal.out) == (0, "equal\n")
-    body = desk.run("compare", desk.checkpoint(0), desk.checkpoint(1), "--json").body
+    body = here("compare", desk.checkpoint(0), desk.checkpoint(1), "--json").body
     counts = {name: int((desk.models[0][name] != desk.models[1][name]).sum()) for name in SHAPES}
     assert {tensor["name"]: tensor["changed"] for tensor in body["tensors"]} == counts
     assert body["result"] == "differ"
-    shown = desk.run("show", desk.store, "2", "--json").body
+    shown = here("show", desk.store, "2", "--json").body
     assert body["wire_bytes"] == sum(payload["size"] for payload in shown["payloads"])
     other = {name: array for name, array in desk.models[1].items() if name != "h.one"}
     save(other, SHAPES, tmp_path / "other.safetensors")
-    text = desk.run("compare", desk.checkpoint(1), tmp_path / "other.safetensors")
+    text = here("compare", desk.checkpoint(1), tmp_path / "other.safetensors")
     assert (text.code, text.lines) == (4, ["only in A: h.one", "differ"])
     assert "cannot follow A in one run" in text.err
 
 
-def test_verify_names_the_tensors_that_differ(desk: Desk, tmp_path: Path) -> None:
+def test_verify_names_the_tensors_that_differ(here: Here, desk: Desk, tmp_path: Path) -> None:
     into = tmp_path / "into"
-    assert desk.run("follow", desk.store, "--into", into, "--once", "-q").last == "3"
+    assert here("follow", desk.store, "--into", into, "--once", "-q").last == "3"
     older = desk.run("verify", desk.store, into, "--version", 1, "--json")
     changed = {n: int((desk.models[0][n] != desk.models[2][n]).sum()) for n in SHAPES}
     expected = {name: count for name, count in changed.items() if count}
@@ -304,12 +313,10 @@ def test_verify_names_the_tensors_that_differ(desk: Desk, tmp_path: Path) -> Non
     assert "does not hold version 3" in found.err
 
 
-def test_verify_takes_any_checkpoint(desk: Desk) -> None:
-    head = desk.run("verify", desk.store, desk.checkpoint(2))
+def test_verify_takes_any_checkpoint(here: Here, desk: Desk) -> None:
+    head = here("verify", desk.store, desk.checkpoint(2))
     assert (head.code, head.last) == (0, "equal")
-    older = desk.run(
-        "verify", desk.store, desk.checkpoint(1) + "/model.safetensors", "--version", 2, "--json"
-    )
+    older = desk.run("verify", desk.store, desk.checkpoint(1) + "/model.safetensors", "--version", 2, "--json")
     assert (older.code, older.body["result"], older.body["version"]) == (0, "equal", 2)
     assert not (Path(desk.checkpoint(2)) / ".deltarefit").exists()
 
@@ -321,7 +328,7 @@ def flipped(data: bytes, at: int) -> bytes:
     return bytes(copy)
 
 
-# ------------------------------------------------------------------------------------------ exit codes
+# -------------------------------------------------------------------------------- exit codes
 
 
 @pytest.mark.parametrize(
@@ -343,20 +350,21 @@ def test_2_usage(arguments: list[str], says: str, capfd: pytest.CaptureFixture[s
     assert json.loads(out)["exit_code"] == 2
 
 
-def test_2_a_directory_of_somebody_else_is_left_alone(desk: Desk, tmp_path: Path) -> None:
+def test_2_a_directory_of_somebody_else_is_left_alone(here: Here, desk: Desk, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"mine")
-    done = desk.run("follow", desk.store, "--into", tmp_path, "--once")
+    done = here("follow", desk.store, "--into", tmp_path, "--once")
     assert (done.code, done.out) == (2, "")
     assert "model.safetensors" in done.err
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_2_show_of_no_number(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", desk.store, "newest"]) == 2
-    assert "a number from 1 on, or head" in capfd.readouterr().err
+def test_2_show_of_no_number(desk: Desk, here: Here) -> None:
+    done = here("show", desk.store, "newest")
+    assert (done.code, done.out) == (2, "")
+    assert "a number from 1 on, or head" in done.err
 
 
-def test_3_not_found(desk: Desk, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_3_not_found(desk: Desk, tmp_path: Path, here: Here) -> None:
     nowhere, empty = tmp_path / "nowhere", tmp_path / "empty"
     empty.mkdir()
     for arguments in (
@@ -368,11 +376,9 @@ def test_3_not_found(desk: Desk, tmp_path: Path, capfd: pytest.CaptureFixture[st
         ["compare", desk.checkpoint(0), str(nowhere)],
         ["publish", str(nowhere), "--to", str(tmp_path / "store")],
     ):
-        assert main([*arguments, "--json"]) == 3, arguments
-        out, err = capfd.readouterr()
-        body = json.loads(out.splitlines()[-1])
-        assert body["exit_code"] == 3
-        assert err.startswith(f"error: {body['error']}")
+        done = here(*arguments, "--json")
+        assert (done.code, done.body["exit_code"]) == (3, 3), arguments
+        assert done.err.startswith(f"error: {done.body['error']}")
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
     assert list(empty.iterdir()) == []
 
@@ -392,17 +398,17 @@ def test_4_a_corrupt_payload_is_named(spoiled: Desk, tmp_path: Path) -> None:
     assert spoiled.run("follow", spoiled.store, "--into", tmp_path / "into", "--once").lines == ["2", "3"]
 
 
-def test_4_another_model_and_another_run(spoiled: Desk, desk: Desk, tmp_path: Path) -> None:
+def test_4_another_model_and_another_run(here: Here, spoiled: Desk, desk: Desk, tmp_path: Path) -> None:
     shapes = {**SHAPES, "h.one": ("U8", (2,))}
     save({**spoiled.models[0], "h.one": np.zeros(2, "u1")}, shapes, tmp_path / "other.safetensors")
     done = spoiled.run("publish", tmp_path / "other.safetensors", "--to", spoiled.store)
     assert (done.code, done.out) == (4, "")
     assert "tensor h.one is not that of this run; expected U8 [1]; found U8 [2]" in done.err
-    assert spoiled.run("verify", spoiled.store, tmp_path / "other.safetensors").code == 4
+    assert here("verify", spoiled.store, tmp_path / "other.safetensors").code == 4
     new = tmp_path / "new"
     assert spoiled.run("publish", spoiled.checkpoint(0), "--to", new, "-q").out == "1\n"
-    assert spoiled.run("follow", new, "--into", tmp_path / "into", "--once").last == "1"
-    foreign = desk.run("verify", desk.store, tmp_path / "into")
+    assert here("follow", new, "--into", tmp_path / "into", "--once").last == "1"
+    foreign = here("verify", desk.store, tmp_path / "into")
     assert foreign.code == 4
     assert f"follows another run; expected {run_id(desk)}" in foreign.err
 
@@ -449,7 +455,7 @@ def test_a_reader_that_has_gone_is_no_error(desk: Desk) -> None:
     assert (process.returncode, err) == (128 + signal.SIGPIPE, "")
 
 
-# ------------------------------------------------------------------------------------------ signals and outages
+# -------------------------------------------------------------------------------- signals and outages
 
 
 class Following:
@@ -534,10 +540,7 @@ def test_s3_and_an_outage(desk: Desk, server: Seaweed, tmp_path: Path) -> None:
     """Credentials and endpoint come from the environment; a store that goes away is waited for."""
     desk = Desk(desk.root, desk.models, environment_of(server))
     store, into = "s3://runs/a/b", tmp_path / "into"
-    assert (
-        desk.run("publish", desk.checkpoint(0), "--to", store, "-q", "--baseline", tmp_path / "base").out
-        == "1\n"
-    )
+    assert desk.run("publish", desk.checkpoint(0), "--to", store, "-q", "--baseline", tmp_path / "base").out == "1\n"
     with Following(desk, store, "--into", into, "--poll", "0.05") as following:
         following.wait_for("^1$")
         server.stop()
@@ -546,8 +549,7 @@ def test_s3_and_an_outage(desk: Desk, server: Seaweed, tmp_path: Path) -> None:
         assert (done.code, done.body["exit_code"]) == (5, 5)
         server.start()
         assert (
-            desk.run("publish", desk.checkpoint(1), "--to", store, "-q", "--baseline", tmp_path / "base").out
-            == "2\n"
+            desk.run("publish", desk.checkpoint(1), "--to", store, "-q", "--baseline", tmp_path / "base").out == "2\n"
         )
         following.wait_for("^2$")
         assert following.end(signal.SIGTERM) == 0
@@ -567,7 +569,7 @@ def environment_of(server: Seaweed) -> dict[str, str]:
     }
 
 
-# ------------------------------------------------------------------------------------------ words and screens
+# -------------------------------------------------------------------------------- words and screens
 
 
 @pytest.mark.parametrize("flag", [None, "--no-progress", "-q", "--json"])
@@ -578,9 +580,8 @@ def test_bars_only_on_a_terminal_that_wants_them(desk: Desk, flag: str | None) -
     process = desk.start(*arguments, stderr=slave)
     os.close(slave)
     seen = b"".join(iter(lambda: read_terminal(master), b""))
-    assert process.communicate(timeout=PATIENCE_S)[0].endswith(
-        '"result":"equal"}\n' if flag == "--json" else "equal\n"
-    )
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    assert (json.loads(out)["result"] if flag == "--json" else out.rstrip()) == "equal"
     assert (b"\x1b[?25l" in seen) is (flag is None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deltarefit.doctor import Check, check_store, race_processes
+from deltarefit.doctor import Check, check_store, judge_race
 from deltarefit.errors import AlreadyExistsError, NotFoundError
 from deltarefit.ports import Store
 from deltarefit.stores import Limits, open_store
@@ -39,13 +40,23 @@ def test_good_stores_are_healthy_and_left_clean(tmp_path: Path, seaweed: Seaweed
         assert len(checks) > 20
         assert all(check.seconds >= 0 and check.detail == "" for check in checks)
         assert list(store.list()) == [("users/own", 1)]
+        raced = [check for check in checks if "16 processes" in check.name]
+        assert len(raced) == store.url.startswith("file://")
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["users", "~tmp"]
 
 
-def test_processes_race_on_a_directory(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path))
-    race_processes(store, "race")
-    assert len(list(store.list("race"))) == 40
+def test_a_race_of_processes_with_two_winners_or_none_is_named() -> None:
+    store = memory()
+    store.put("k", b"entry")
+    sha = hashlib.sha256(b"entry").hexdigest()
+    judge_race(store, ["k"], [{"k": sha}, {}])
+    for won, finding in (
+        ([{"k": sha}, {"k": sha}], "2 of 2 processes won"),
+        ([{}, {}], "0 of 2 processes won"),
+        ([{"k": "other"}, {}], "winner's bytes"),
+    ):
+        with pytest.raises(AssertionError, match=finding):
+            judge_race(store, ["k"], won)
 
 
 def test_a_store_that_cannot_be_reached_is_one_finding() -> None:
@@ -89,6 +100,7 @@ class Torn(Prefixed):
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         super().put(key, bytes(data)[: len(data) // 2])
+        time.sleep(0.001)
         super().put(key, data)
 
 

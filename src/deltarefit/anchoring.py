@@ -58,9 +58,7 @@ def write_anchor(
     if (anchor := log.anchor(version)) is not None:
         log.put_hint(version, version)
         return _anchored(log, anchor, created=False)
-    refs = _upload(
-        log, baseline, version, Upload(store, anchor_prefix(version) + "pl/", payload_bytes), threads, emit
-    )
+    refs = _upload(log, baseline, version, Upload(store, anchor_prefix(version) + "pl/", payload_bytes), threads, emit)
     anchor = seal_anchor(log, version, _proven(commit, refs), refs, _side_files(log))
     log.put_hint(version, version)
     return _anchored(log, anchor, created=True)
@@ -110,9 +108,7 @@ def _proven(commit: Attempt, refs: tuple[PayloadRef, ...]) -> Digest:
 def _side_files(log: RunLog) -> dict[str, bytes]:
     found = log.newest_anchor()
     if found is None:
-        raise NotFoundError(
-            "the run has no anchor to take side files from", next_step="Publish to a new store."
-        )
+        raise NotFoundError("the run has no anchor to take side files from", next_step="Publish to a new store.")
     return read_files(log, found[0])
 
 
@@ -120,12 +116,6 @@ def _anchored(log: RunLog, anchor: Anchor, *, created: bool) -> Anchored:
     prefix = anchor_prefix(anchor.version) + "pl/"
     for ref in anchor.payloads:
         if (found := log.store.size(prefix + ref.sha256)) != ref.size:
-            raise IntegrityError(
-                f"payload {ref.sha256[:12]} of an anchor is short", expected=ref.size, found=found
-            )
-    wire = (
-        sum(ref.size for ref in anchor.payloads)
-        + sum(file.size for file in anchor.files)
-        + len(anchor.to_bytes())
-    )
+            raise IntegrityError(f"payload {ref.sha256[:12]} of an anchor is short", expected=ref.size, found=found)
+    wire = sum(ref.size for ref in anchor.payloads) + sum(file.size for file in anchor.files) + len(anchor.to_bytes())
     return Anchored(anchor.version, created, len(anchor.payloads), log.catalog.dense_bytes, wire)

@@ -1,7 +1,7 @@
 """Bits of the head in memory: the trainer's baseline, and any other copy that lives as long as the process.
 
-A baseline is receiver number zero (protocol §3.6): it implements ``ports.Target`` and is moved along the log by the same
-machine as every receiver. A file-backed baseline is a checkpoint target.
+A baseline is receiver number zero (protocol §3.6): it implements ``ports.Target`` and is moved along the log by the
+same machine as every receiver. A file-backed baseline is a checkpoint target.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from deltarefit.elements import Elements
 from deltarefit.errors import BaseMismatch, NotFoundError, StorageFullError
 from deltarefit.manifest import Catalog, Header
-from deltarefit.ports import Elements
 
 
 class MemorySpool:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 import zstandard
@@ -31,6 +30,9 @@ TABLE = "table"
 ZSTD_LEVEL = 1
 
 _Piece = bytes | memoryview
+DeltaRecord = tuple[int, int, int, int, int, int, int, int, int]
+"""start, length, count, code, runs, gap_chain, run_chain, value_chain, escapes: columns 1-9 of the table."""
+Row = tuple[int, int, int, int, int, int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Delta:
     """
 
     tensor: int
-    record: tuple[int, ...]
+    record: DeltaRecord
     slices: tuple[_Piece, ...]
 
     @property
@@ -104,7 +106,7 @@ def _encoded(tensor: int, result: Any) -> EncodedDelta | None:
 class PayloadBuilder:
     """Collects deltas in (tensor, start) order; ``build`` makes the object and its reference."""
 
-    rows: list[tuple[int, ...]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     streams: dict[str, list[_Piece]] = field(default_factory=dict)
     pre: Digest = field(default_factory=Digest)
     post: Digest = field(default_factory=Digest)
@@ -138,18 +140,21 @@ class PayloadBuilder:
 
 
 def _compress(data: bytes) -> bytes:
-    return zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False).compress(data)
+    packed: bytes = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False).compress(data)
+    return packed
 
 
-def _pack_table(rows: list[tuple[int, ...]]) -> bytes:
+def _pack_table(rows: list[Row]) -> bytes:
     """Columns of byte planes: nearly all planes are constant, so the table costs a few bytes per delta."""
     table = np.array(rows, dtype="<u8").reshape(len(rows), COLUMNS)
-    return table.T.copy().view(np.uint8).reshape(COLUMNS, len(rows), 8).transpose(0, 2, 1).tobytes()
+    packed: bytes = table.T.copy().view(np.uint8).reshape(COLUMNS, len(rows), 8).transpose(0, 2, 1).tobytes()
+    return packed
 
 
-def _unpack_table(data: bytes, deltas: int) -> npt.NDArray[np.uint64]:
+def _unpack_table(data: bytes, deltas: int) -> list[Row]:
     planes = np.frombuffer(data, np.uint8).reshape(COLUMNS, 8, deltas)
-    return planes.transpose(0, 2, 1).copy().view("<u8").reshape(COLUMNS, deltas).T
+    columns = planes.transpose(0, 2, 1).copy().view("<u8").reshape(COLUMNS, deltas)
+    return list(zip(*columns.tolist(), strict=True))
 
 
 def open_payload(data: bytes, ref: PayloadRef, catalog: Catalog) -> list[Delta]:
@@ -163,7 +168,7 @@ def open_payload(data: bytes, ref: PayloadRef, catalog: Catalog) -> list[Delta]:
     table = streams.pop(TABLE)
     if len(table) != COLUMNS * 8 * ref.deltas:
         raise FormatError(f"{where}: table size", expected=COLUMNS * 8 * ref.deltas, found=len(table))
-    rows = [tuple(row) for row in _unpack_table(table, ref.deltas).tolist()]
+    rows = _unpack_table(table, ref.deltas)
     _check_rows(rows, ref, catalog, where)
     return list(_cut(rows, streams, where))
 
@@ -180,7 +185,7 @@ def _streams(data: bytes, ref: PayloadRef, where: str) -> dict[str, bytes]:
     if len(data) > MAX_PAYLOAD_BYTES or sum(ref.streams.values()) > MAX_STREAM_BYTES:
         raise FormatError(f"{where} exceeds the size limits of the format")
     try:
-        packed = dict(safetensors.deserialize(data))
+        packed = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError as error:
         raise FormatError(f"{where} is not a safetensors file: {error}") from error
     if sorted(packed) != sorted(ref.streams) or TABLE not in packed:
@@ -203,10 +208,10 @@ def _decompress(tensor: dict[str, Any], size: int, where: str) -> bytes:
         raise FormatError(f"{where}: {error}") from error
     if len(raw) != size:
         raise FormatError(f"{where}: wrong size", expected=size, found=len(raw))
-    return raw
+    return bytes(raw)
 
 
-def _check_rows(rows: list[tuple[int, ...]], ref: PayloadRef, catalog: Catalog, where: str) -> None:
+def _check_rows(rows: list[Row], ref: PayloadRef, catalog: Catalog, where: str) -> None:
     """The table against the catalog: known tensors, widths, bounds, order, no overlap, the stated count."""
     last_tensor, last_stop = -1, 0
     for tensor, start, length, _, code, *_ in rows:
@@ -224,7 +229,7 @@ def _check_rows(rows: list[tuple[int, ...]], ref: PayloadRef, catalog: Catalog, 
         raise FormatError(f"{where}: number of changes", expected=ref.changed, found=changed)
 
 
-def _cut(rows: Iterable[tuple[int, ...]], streams: dict[str, bytes], where: str) -> Iterator[Delta]:
+def _cut(rows: Iterable[Row], streams: dict[str, bytes], where: str) -> Iterator[Delta]:
     """Cut each delta's pieces off the streams, validated; the streams must be used up exactly."""
     views = {name: memoryview(data) for name, data in streams.items()}
     used = dict.fromkeys(streams, 0)

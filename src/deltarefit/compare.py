@@ -96,9 +96,7 @@ def compare(
     ours, theirs = first.catalog, second.catalog
     a, b = ({entry.name: entry for entry in catalog.tensors} for catalog in (ours, theirs))
     shared = sorted(a.keys() & b.keys())
-    alike = Catalog(
-        tuple(TensorEntry(n, a[n].dtype, a[n].shape) for n in shared if _kind(a[n]) == _kind(b[n]))
-    )
+    alike = Catalog(tuple(TensorEntry(n, a[n].dtype, a[n].shape) for n in shared if _kind(a[n]) == _kind(b[n])))
     encoder = _Encoder(alike, first, second)
     refs = upload_segments(
         _counted(alike, emit), encoder, Upload(_Nowhere(), "", payload_bytes), threads or os.cpu_count() or 1

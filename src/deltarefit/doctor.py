@@ -57,9 +57,7 @@ def check_store(store: Store, *, rounds: int = 50, large_bytes: int = 40 << 20) 
     return [*checks, _run("clean up", lambda: _clean(store, prefix))]
 
 
-def _promises(
-    store: Store, prefix: str, rounds: int, large_bytes: int
-) -> Iterator[tuple[str, Callable[[], None]]]:
+def _promises(store: Store, prefix: str, rounds: int, large_bytes: int) -> Iterator[tuple[str, Callable[[], None]]]:
     contract = _Contract(Prefixed(store, prefix), rounds, large_bytes)
     for name in sorted(dir(contract)):
         if name.startswith("test_"):
@@ -116,7 +114,7 @@ def race_processes(store: Store, prefix: str) -> None:
         with ThreadPoolExecutor(_PROCESSES) as pool:
             for number in range(_PROCESS_ROUNDS):
                 keys = [f"{prefix}/{number}-{turn}" for turn in range(_KEYS_PER_ROUND)]
-                _judge(store, keys, _one_round(pool, workers, keys))
+                judge_race(store, keys, _one_round(pool, workers, keys))
     finally:
         for worker in workers:
             worker.kill()
@@ -150,12 +148,11 @@ def _pipe(stream: IO[str] | None) -> IO[str]:
     return stream
 
 
-def _judge(store: Store, keys: Sequence[str], won: Sequence[dict[str, str]]) -> None:
+def judge_race(store: Store, keys: Sequence[str], won: Sequence[dict[str, str]]) -> None:
+    """``won`` says for each process which keys it won, with the SHA-256 of its bytes."""
     for key in keys:
         winners = [mine[key] for mine in won if key in mine]
-        check(
-            len(winners) == 1, f"{len(winners)} of {len(won)} processes won {key}: create is not atomic here"
-        )
+        check(len(winners) == 1, f"{len(winners)} of {len(won)} processes won {key}: create is not atomic here")
         check(_sha256(store.get(key)) == winners[0], f"{key} does not hold its winner's bytes")
 
 

@@ -38,9 +38,7 @@ def disk_error(what: str, error: OSError) -> RefitError:
     """The error of this package that says what ``error`` says; only what a retry may cure is retryable."""
     found = f"{errno.errorcode.get(error.errno or 0, 'an error')}: {error.strerror or error}"
     if error.errno in FULL:
-        return StorageFullError(
-            what, found=found, next_step="Make room (or raise the quota), then run it again."
-        )
+        return StorageFullError(what, found=found, next_step="Make room (or raise the quota), then run it again.")
     if error.errno in _REFUSED:
         return UsageError(
             what, found=found, next_step="Make it readable and writable for this user, or give another path."
@@ -56,9 +54,7 @@ def fsync_directory(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if (
-            error.errno != errno.EINVAL
-        ):  # a file system that cannot sync directories; nothing more can be done
+        if error.errno != errno.EINVAL:  # a file system that cannot sync directories; nothing more can be done
             raise
     finally:
         os.close(handle)

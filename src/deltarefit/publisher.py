@@ -1,6 +1,7 @@
 """The trainer's path: compare with the baseline, encode, upload, commit, move the baseline.
 
-Read top to bottom: ``publish`` drives the pure machine of ``protocol.coordinator``; each ``_do_*`` carries out one of its
+Read top to bottom: ``publish`` drives the pure machine of ``protocol.coordinator``; each ``_do_*`` carries out one of
+its
 actions and answers with what came of it. The baseline is receiver number zero and moves by the same code as any other.
 """
 
@@ -64,9 +65,9 @@ class Published:
 class Publisher:
     """Publishes versions of one source into one run. Not thread-safe; one publisher per run at a time.
 
-    ``baseline`` holds the bits of the head between publishes: in memory by default, or any target (a checkpoint directory)
-    that survives the process. A missing, old or wrong baseline is rebuilt from the store. A second publisher is harmless:
-    whichever commits an attempt first wins and the other gets ``AttemptLostError``.
+    ``baseline`` holds the bits of the head between publishes: in memory by default, or any target (a checkpoint
+    directory) that survives the process. A missing, old or wrong baseline is rebuilt from the store. A second
+    publisher is harmless: whichever commits an attempt first wins and the other gets ``AttemptLostError``.
     """
 
     def __init__(
@@ -127,7 +128,9 @@ class Publisher:
         fresh = Coordinator(self.log.run, nonce=secrets.token_hex(16))
         if head is None or head.outcome is None:
             return fresh
-        return Coordinator(self.log.run, fresh.nonce, number=head.number + 1, base=head.number, digest=head.outcome.digest)
+        return Coordinator(
+            self.log.run, fresh.nonce, number=head.number + 1, base=head.number, digest=head.outcome.digest
+        )
 
     def _drive(self, coordinator: Coordinator) -> Coordinator:
         coordinator, actions = coordinator.start()
@@ -187,7 +190,9 @@ class Publisher:
         try:
             self.log.fetch(attempt_key(number, name), len)
         except NotFoundError as error:
-            raise UnavailableError(f"the store says that {name} of attempt {number} exists, and does not find it") from error
+            raise UnavailableError(
+                f"the store says that {name} of attempt {number} exists, and does not find it"
+            ) from error
         return m.NotCreated()
 
     def _readable(self, number: int, name: str) -> m.Event | None:
@@ -275,7 +280,9 @@ class Publisher:
 
     def _say_baseline(self, event: Event) -> None:
         if event.type != "progress":
-            self._emit(Event("baseline", event.phase or event.type, event.version, seconds=event.seconds, text=event.text))
+            self._emit(
+                Event("baseline", event.phase or event.type, event.version, seconds=event.seconds, text=event.text)
+            )
 
     # ------------------------------------------------------------------------------------ reporting
 

@@ -38,7 +38,8 @@ STOPS = (m.ReadAttempt, m.AwaitAttempt, m.FindAnchor, m.LoadAnchor, m.Stage)
 class Receiver:
     """Keeps one target at the head of one run. Not thread-safe; one receiver per target.
 
-    ``poll_s`` is the wait between looks at the log. ``prove`` has the whole target read once at the start, and taken for
+    ``poll_s`` is the wait between looks at the log. ``prove`` has the whole target read once at the start, and taken
+    for
     lost if its bits are not those that its header claims.
     """
 
@@ -76,8 +77,8 @@ class Receiver:
     def follow(self, *, once: bool = False, stop: Callable[[], bool] = lambda: False) -> int:
         """Follow the log until ``stop()``, or with ``once`` until the head is reached; the version then held.
 
-        Raises ``NotFoundError`` (once) if the log has nothing to start from, ``IntegrityError`` and ``BaseMismatch`` for
-        what no retry cures, ``UnavailableError`` where calling again may help. After any of them the target is as
+        Raises ``NotFoundError`` (once) if the log has nothing to start from, ``IntegrityError`` and ``BaseMismatch``
+        for what no retry cures, ``UnavailableError`` where calling again may help. After any of them the target is as
         recoverable as after a crash, and calling again goes on.
         """
         self._stop = stop
@@ -120,7 +121,9 @@ class Receiver:
         self._queue.extend(actions)
         if self._machine.phase is Phase.LOST and before.phase not in (Phase.BOOT, Phase.LOST):
             self._refuse_twice(before)
-            self._say("diverged", version=before.version, text="live bits are of no known version: starting from an anchor")
+            self._say(
+                "diverged", version=before.version, text="live bits are of no known version: starting from an anchor"
+            )
 
     def _refuse_twice(self, before: Follower) -> None:
         """Bits that come from an anchor are right: if the same version diverges again, the log is wrong, and a third

@@ -5,13 +5,14 @@ Every record read is checked: its own hash, its run, its place, and that the rec
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from deltarefit.errors import AlreadyExistsError, BaseMismatch, FormatError, IntegrityError, NotFoundError
-from deltarefit.manifest import Anchor, Catalog, Hint, Intent, Outcome, ProducerManifest, Run
+from deltarefit.manifest import Anchor, Catalog, Hint, Intent, Outcome, ProducerManifest, Run, TensorEntry
 from deltarefit.ports import Store
 from deltarefit.protocol.messages import Attempt, check_attempt
 from deltarefit.records import Record
@@ -68,10 +69,9 @@ class RunLog:
     @classmethod
     def _create(cls, store: Store, catalog: Catalog) -> RunLog:
         store.put(f"catalog/{catalog.identity}", catalog.to_bytes())
-        try:
+        # Taken: another publisher was first, or this is our own success seen twice. What stands there counts.
+        with contextlib.suppress(AlreadyExistsError):
             store.create(RUN, Run(secrets.token_hex(16), catalog.identity).to_bytes())
-        except AlreadyExistsError:
-            pass  # another publisher was first, or this is our own success seen twice: what stands there counts
         return cls.open(store)
 
     def read(self, kind: type[R], key: str) -> R | None:
@@ -85,8 +85,11 @@ class RunLog:
             raise BaseMismatch(f"{key} belongs to another run", expected=self.run, found=run)
         return record
 
-    def fetch(self, key: str, check: Callable[[bytes], T], damaged: Callable[[IntegrityError], None] = lambda _: None) -> T:
-        """What ``check`` makes of an object that a record names. Not visible yet: waited for (F13). Damaged, which ``check``
+    def fetch(
+        self, key: str, check: Callable[[bytes], T], damaged: Callable[[IntegrityError], None] = lambda _: None
+    ) -> T:
+        """What ``check`` makes of an object that a record names. Not visible yet: waited for (F13). Damaged, which
+        ``check``
         says by ``IntegrityError``: told to ``damaged`` and fetched a second time (F15)."""
         try:
             return check(self._visible(key))
@@ -212,8 +215,8 @@ def check_catalog(found: Catalog, expected: Catalog) -> None:
             raise BaseMismatch(f"tensor {name} is not that of this run", expected=a, found=b, next_step=step)
 
 
-def _describe(entry: object) -> str:
+def _describe(entry: TensorEntry | None) -> str:
     if entry is None:
         return "no such tensor"
-    tied = f", tied to {list(entry.aliases)}" if getattr(entry, "aliases", ()) else ""
-    return f"{entry.dtype} {list(entry.shape)}{tied}"  # type: ignore[attr-defined]
+    tied = f", tied to {list(entry.aliases)}" if entry.aliases else ""
+    return f"{entry.dtype} {list(entry.shape)}{tied}"

@@ -31,9 +31,7 @@ INDEX_FILE = "model.safetensors.index.json"
 FILE_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
 """Side files end in one of these. Nothing that any loader would run as code does."""
 
-RESEED = (
-    "Remove the weight files and the .deltarefit directory beside them, then follow again: it is seeded anew."
-)
+RESEED = "Remove the weight files and the .deltarefit directory beside them, then follow again: it is seeded anew."
 
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _INFO_KEYS = {"dtype", "shape", "data_offsets"}
@@ -98,18 +96,14 @@ def header_bytes(start: bytes, where: str) -> int:
 def parse_header(header: bytes, where: str) -> FileLayout:
     """The layout that a verbatim header describes. Raises ``FormatError`` that starts with ``where``."""
     if header_bytes(header, where) != len(header):
-        raise FormatError(
-            f"{where}: truncated header", expected=header_bytes(header, where), found=len(header)
-        )
+        raise FormatError(f"{where}: truncated header", expected=header_bytes(header, where), found=len(header))
     body = _json_object(header[LENGTH_BYTES:], where)
     _check_metadata(body.pop(_METADATA, {}), where)
     ranged = sorted((_stored(name, info, where) for name, info in body.items()), key=lambda item: item[:2])
     end = 0
     for begin, stop, entry in ranged:
         if begin != end:
-            raise FormatError(
-                f"{where}: data of {entry.name!r} leaves a gap or overlaps", expected=end, found=begin
-            )
+            raise FormatError(f"{where}: data of {entry.name!r} leaves a gap or overlaps", expected=end, found=begin)
         end = stop
     tensors = tuple(StoredTensor(entry, len(header) + begin) for begin, _, entry in ranged)
     return FileLayout(header, len(header) + end, tensors)
@@ -162,9 +156,7 @@ def _stored(name: str, info: Any, where: str) -> tuple[int, int, TensorEntry]:
     begin, stop = _integers(info["data_offsets"], what, 2)
     entry = _entry(name, info["dtype"], _integers(info["shape"], what), what)
     if stop - begin != entry.nbytes:
-        raise FormatError(
-            f"{what}: wrong size", expected=f"{entry.nbytes} bytes", found=f"{stop - begin} bytes"
-        )
+        raise FormatError(f"{what}: wrong size", expected=f"{entry.nbytes} bytes", found=f"{stop - begin} bytes")
     return begin, stop, entry
 
 
@@ -178,9 +170,7 @@ def _integers(value: Any, what: str, length: int | None = None) -> tuple[int, ..
 
 def _entry(name: str, dtype: Any, shape: tuple[int, ...], what: str) -> TensorEntry:
     if not isinstance(dtype, str) or dtype not in WIDTHS:
-        raise FormatError(
-            f"{what}: unknown dtype", expected=f"one of {', '.join(WIDTHS)}", found=repr(dtype)[:40]
-        )
+        raise FormatError(f"{what}: unknown dtype", expected=f"one of {', '.join(WIDTHS)}", found=repr(dtype)[:40])
     try:
         return TensorEntry(name, dtype, _byte_shape(dtype, shape))
     except ValueError as error:
@@ -255,9 +245,7 @@ def places(catalog: Catalog, layouts: Mapping[str, FileLayout]) -> tuple[Place, 
                 wrong.append(f"{tensor.entry.name} in {file}")
             else:
                 found[number] = Place(file, tensor.offset)
-    wrong += [
-        f"{entry.name} in no file" for number, entry in enumerate(catalog.tensors) if number not in found
-    ]
+    wrong += [f"{entry.name} in no file" for number, entry in enumerate(catalog.tensors) if number not in found]
     if wrong:
         raise FormatError("weight files do not hold exactly the catalog", found=_listed(wrong))
     return tuple(found[number] for number in range(len(catalog.tensors)))
@@ -300,9 +288,7 @@ def check_weight_name(name: str) -> str:
     """Refuse a weight file whose name cannot travel (with the header's suffix) as a side file of an
     anchor."""
     if not name.endswith(WEIGHTS_SUFFIX):
-        raise FormatError(
-            "weight file with a wrong name", expected=f"*{WEIGHTS_SUFFIX}", found=repr(name)[:80]
-        )
+        raise FormatError("weight file with a wrong name", expected=f"*{WEIGHTS_SUFFIX}", found=repr(name)[:80])
     return _plain(name, name + HEADER_SUFFIX)
 
 
@@ -325,9 +311,7 @@ def _plain(name: str, carried: str) -> str:
     return name
 
 
-def split_files(
-    catalog: Catalog, files: Mapping[str, bytes]
-) -> tuple[dict[str, FileLayout], dict[str, bytes]]:
+def split_files(catalog: Catalog, files: Mapping[str, bytes]) -> tuple[dict[str, FileLayout], dict[str, bytes]]:
     """Weight files to lay out, and plain side files, of an anchor's side files.
 
     Without any ``*.header`` all tensors go into one ``model.safetensors``. Raises ``FormatError`` if names
@@ -344,9 +328,7 @@ def split_files(
     return layouts, side
 
 
-def directory_layout(
-    catalog: Catalog, layouts: Mapping[str, FileLayout], files: Iterable[str]
-) -> DirectoryLayout:
+def directory_layout(catalog: Catalog, layouts: Mapping[str, FileLayout], files: Iterable[str]) -> DirectoryLayout:
     """The record of a directory with these weight files and side files."""
     weights = [_weight_file(name, layout) for name, layout in sorted(layouts.items())]
     return DirectoryLayout(catalog, tuple(weights), tuple(sorted(files)))
@@ -361,9 +343,7 @@ def check_weight_file(recorded: WeightFile, header: bytes, size: int, where: str
     """Refuse a weight file that is not the recorded one by size and verbatim header."""
     if size != recorded.size:
         found = f"{size} bytes"
-        raise IntegrityError(
-            f"{where}: wrong size", expected=f"{recorded.size} bytes", found=found, next_step=RESEED
-        )
+        raise IntegrityError(f"{where}: wrong size", expected=f"{recorded.size} bytes", found=found, next_step=RESEED)
     if (digest := hashlib.sha256(header).hexdigest()) != recorded.header:
         what = f"{where}: not the weight file that was seeded"
         raise IntegrityError(what, expected=f"header {recorded.header}", found=digest, next_step=RESEED)
@@ -377,9 +357,7 @@ def choose_weight_files(names: Collection[str], index: bytes | None) -> tuple[st
     if index is not None:
         chosen = tuple(sorted(set(index_map(index).values())))
         if DEFAULT_FILE in names and DEFAULT_FILE not in chosen:
-            raise UsageError(
-                f"both {DEFAULT_FILE} and {INDEX_FILE}", next_step="Remove the one that is stale."
-            )
+            raise UsageError(f"both {DEFAULT_FILE} and {INDEX_FILE}", next_step="Remove the one that is stale.")
         return chosen
     if DEFAULT_FILE in names:
         return (DEFAULT_FILE,)

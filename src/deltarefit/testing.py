@@ -189,9 +189,7 @@ class StoreContract:
         store.put("there/x", b"1")
         for key in ("absent", "there", "there/x/y", "there/xy"):
             check_raises(NotFoundError, functools.partial(store.get, key), f"get of missing {key!r}")
-            check_raises(
-                NotFoundError, functools.partial(store.get, key, 0, 0), f"empty get of missing {key!r}"
-            )
+            check_raises(NotFoundError, functools.partial(store.get, key, 0, 0), f"empty get of missing {key!r}")
             check_raises(NotFoundError, functools.partial(store.get, key, 3, 4), f"range of missing {key!r}")
             check_raises(NotFoundError, functools.partial(store.size, key), f"size of missing {key!r}")
 
@@ -200,9 +198,7 @@ class StoreContract:
         store = self.room()
         store.create("k", b"mine")
         check_raises(AlreadyExistsError, lambda: store.create("k", b"other"), "second create")
-        check_raises(
-            AlreadyExistsError, lambda: store.create("k", b"mine"), "second create with the same bytes"
-        )
+        check_raises(AlreadyExistsError, lambda: store.create("k", b"mine"), "second create with the same bytes")
         check_bytes(store.get("k"), b"mine", "get after a lost create")
 
     @within(60)
@@ -241,18 +237,23 @@ class StoreContract:
         versions = [bytes([fill]) * (100_000 + fill) for fill in (1, 2)]
         store.put("k", versions[0])
 
-        def read() -> None:
-            for _ in range(30):
+        written = threading.Event()
+
+        def read() -> int:
+            reads = 0
+            while reads < 30 or not written.is_set():
                 check(store.get("k") in versions, "a reader saw neither the old nor the new object")
+                reads += 1
+            return reads
 
         with ThreadPoolExecutor(2) as pool:
             readers = [pool.submit(read) for _ in range(2)]
-            for data in itertools.cycle(versions):
-                store.put("k", data)
-                if all(reader.done() for reader in readers):
-                    break
-        for reader in readers:
-            reader.result()
+            try:
+                for data in itertools.islice(itertools.cycle(versions), 60):
+                    store.put("k", data)
+            finally:
+                written.set()
+        check(all(reader.result() for reader in readers), "no reader read")
 
     @within(60)
     def test_lists_by_prefix_sorted_by_key(self) -> None:
@@ -367,9 +368,7 @@ class _Race:
         with_answer = self._create(entry)
         found = self._store.get(self._key)
         check(found in self._entries, f"a racer read {len(found)} bytes of {self._key} that nobody wrote")
-        check(
-            not with_answer or found == entry, f"create of {self._key} succeeded, yet others' bytes are there"
-        )
+        check(not with_answer or found == entry, f"create of {self._key} succeeded, yet others' bytes are there")
         return found == entry
 
     def _create(self, entry: bytes, tries: int = 5) -> bool:

@@ -68,9 +68,7 @@ def bits_of_source(source: Source, catalog: Catalog) -> Bits:
             expected = catalog.tensors[known]
             raise _mismatch(expected.name, f"{expected.dtype} {list(expected.shape)}", "no such tensor")
     names = source.catalog.tensors
-    ties = [
-        (known, names[n].name, _fixed(source, n)) for known, numbers in places.items() for n in numbers[1:]
-    ]
+    ties = [(known, names[n].name, _fixed(source, n)) for known, numbers in places.items() for n in numbers[1:]]
     return Bits(lambda tensor, start, stop: source.read(places[tensor][0], start, stop), tuple(ties))
 
 
@@ -80,9 +78,7 @@ def _fixed(source: Source, number: int) -> Read:
 
 def _mismatch(name: str, expected: str, found: str) -> BaseMismatch:
     step = "Give a checkpoint of the model that this run publishes."
-    return BaseMismatch(
-        f"tensor {name} is not that of this run", expected=expected, found=found, next_step=step
-    )
+    return BaseMismatch(f"tensor {name} is not that of this run", expected=expected, found=found, next_step=step)
 
 
 def bits_of_target(target: Target) -> Bits:
@@ -130,9 +126,7 @@ class Verifier:
         for tensor, name, read in bits.ties:
             entry = self.log.catalog.tensors[tensor]
             changed = sum(
-                _differing(piece, bits.read, read)
-                for piece in segments(self.log.catalog)
-                if piece[0] == tensor
+                _differing(piece, bits.read, read) for piece in segments(self.log.catalog) if piece[0] == tensor
             )
             found += [TensorChange(name, entry.dtype, entry.shape, entry.numel, changed)] if changed else []
         return tuple(found)

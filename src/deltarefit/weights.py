@@ -1,6 +1,7 @@
 """Payload operations on a target: sum, preview, apply, set, digest; many deltas at once on a pool of threads.
 
-What may be done when is the protocol's business; this room only does it. Nothing is written by ``sums``, ``preview`` and
+What may be done when is the protocol's business; this room only does it. Nothing is written by ``sums``, ``preview``
+and
 ``digest``. Kernel calls check their whole delta before their first write.
 """
 
@@ -15,9 +16,10 @@ import numpy as np
 from deltarefit import _kernel
 from deltarefit.codec import Delta
 from deltarefit.digest import array_digest, catalog_keys
+from deltarefit.elements import Elements
 from deltarefit.errors import IntegrityError
 from deltarefit.manifest import Catalog
-from deltarefit.ports import Elements, Target
+from deltarefit.ports import Target
 from deltarefit.records import Digest
 
 T = TypeVar("T")

@@ -1,7 +1,8 @@
 """``deltarefit bench codec``: size and speed of our encoding against the field's, floors and entropy in the same run.
 
 One thread throughout. Every encoding's result is compared with the new bits before its time counts. Ours is the
-whole product path: compare, extract, choose, pack, digest sums, zstd, SHA-256 and the records of the attempt; back: hash,
+whole product path: compare, extract, choose, pack, digest sums, zstd, SHA-256 and the records of the attempt; back:
+hash,
 decompress, validate, apply. Rivals are plain NumPy and zstd (``bench.rivals``). Times are medians; compare ratios.
 """
 
@@ -51,7 +52,8 @@ Payloads = list[tuple[bytes, PayloadRef]]
 
 @dataclass(frozen=True)
 class Case:
-    """One pair of checkpoints. ``real`` says that the changes are of AdamW; ``target`` is the bound on wire / entropy."""
+    """One pair of checkpoints. ``real`` says that the changes are of AdamW; ``target`` is the bound on wire /
+    entropy."""
 
     name: str
     real: bool

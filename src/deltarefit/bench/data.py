@@ -111,9 +111,7 @@ def _shapes(numel: int) -> dict[str, tuple[int, ...]]:
     return {"model.embed_tokens.weight": (max(1, round(rest / hidden)), hidden), **shapes}
 
 
-def _generated(
-    generator: np.random.Generator, shape: tuple[int, ...], density: float, dtype: str
-) -> tuple[Bits, Bits]:
+def _generated(generator: np.random.Generator, shape: tuple[int, ...], density: float, dtype: str) -> tuple[Bits, Bits]:
     old = _MAKERS[dtype](generator, math.prod(shape))
     new = old.copy()
     places = np.flatnonzero(generator.random(old.size, dtype=np.float32) < density)

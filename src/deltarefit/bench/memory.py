@@ -1,7 +1,7 @@
 """Peak memory of ``publish`` and ``follow`` at two model sizes: real processes, as the kernel accounts them.
 
-Both keep their copy of the weights in files (baseline, followed directory) that are mapped window by window, so the peak
-must not grow with the model. ``base`` is the same program that does nothing (``deltarefit --version``).
+Both keep their copy of the weights in files (baseline, followed directory) that are mapped window by window, so the
+peak must not grow with the model. ``base`` is the same program that does nothing (``deltarefit --version``).
 """
 
 from __future__ import annotations

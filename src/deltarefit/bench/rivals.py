@@ -68,9 +68,7 @@ def _pack(data: Any) -> bytes:
 
 def _unpack(part: Part, size: int) -> bytes:
     if zstandard.frame_content_size(part) != size:
-        raise FormatError(
-            "compressed part", expected=f"{size} bytes", found=zstandard.frame_content_size(part)
-        )
+        raise FormatError("compressed part", expected=f"{size} bytes", found=zstandard.frame_content_size(part))
     return zstandard.ZstdDecompressor().decompress(part)
 
 

@@ -51,9 +51,7 @@ def follow(
         patience.run(lambda: RunLog.open(objects))  # before DIR is made: the address may be wrong
         with closing(CheckpointTarget(into)) as target:
             report = Report(call.out, bars, patience)
-            receiver = patience.run(
-                lambda: Receiver(objects, target, emit=report, poll_s=poll, prove=not no_prove)
-            )
+            receiver = patience.run(lambda: Receiver(objects, target, emit=report, poll_s=poll, prove=not no_prove))
             if receiver is not None:
                 with closing(receiver):
                     patience.run(lambda: receiver.follow(once=once, stop=stop.asked))
@@ -118,9 +116,7 @@ class Patience:
         return None
 
     def _wait(self, error: UnavailableError) -> None:
-        wait_s = self._wait_s * (
-            0.5 + secrets.randbelow(1000) / 1000
-        )  # many receivers must not come back as one
+        wait_s = self._wait_s * (0.5 + secrets.randbelow(1000) / 1000)  # many receivers must not come back as one
         self._out.warn(f"{str(error).rstrip('.')}. Trying again in {words.seconds(wait_s)}.")
         end = time.monotonic() + wait_s
         while not self._stop.asked() and (left := end - time.monotonic()) > 0:

@@ -69,9 +69,7 @@ def _cells(entry: Row) -> tuple[str, ...]:
 
 
 @verb(app, "show")
-def show(
-    call: Call, store: options.Store, version: options.Version = "head", tensors: options.Tensors = False
-) -> None:
+def show(call: Call, store: options.Store, version: options.Version = "head", tensors: options.Tensors = False) -> None:
     """Show one version in detail: its base, digests, and payloads.
 
     Streams are the parts of a payload before compression: positions (gaps, runs) and values by bit width.
@@ -87,9 +85,7 @@ def show(
         table = columns("tensor", "dtype", "shape", "changed", "density", left=3)
         for change in changes:
             density = words.percent(change.density)
-            table.add_row(
-                change.name, change.dtype, words.shape(change.shape), f"{change.changed:,}", density
-            )
+            table.add_row(change.name, change.dtype, words.shape(change.shape), f"{change.changed:,}", density)
         call.out.table(table)
         body["tensors"] = [asdict(change) for change in changes]
     call.out.record(body)
@@ -124,9 +120,7 @@ def _print_details(out: Output, details: VersionDetails) -> None:
     for ref in details.payloads:
         streams = " ".join(f"{name}:{size}" for name, size in sorted(ref.streams.items()))
         raw = sum(ref.streams.values())
-        table.add_row(
-            ref.sha256[:12], f"{ref.size:,}", str(ref.deltas), f"{ref.changed:,}", f"{raw:,}", streams
-        )
+        table.add_row(ref.sha256[:12], f"{ref.size:,}", str(ref.deltas), f"{ref.changed:,}", f"{raw:,}", streams)
     for file in details.files:
         table.add_row(file.sha256[:12], f"{file.size:,}", "", "", "", f"side file {file.name}")
     out.table(table)

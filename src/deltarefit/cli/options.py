@@ -10,7 +10,9 @@ import typer
 from deltarefit.pipeline import PAYLOAD_BYTES
 
 _OUTPUT, _ACCESS = "Output", "Store access"
-_STORE_HELP = "Where the run lives: a directory, file:///dir, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix."
+_STORE_HELP = (
+    "Where the run lives: a directory, file:///dir, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix."
+)
 _CHECKPOINT_HELP = "A .safetensors file, or a Hugging Face checkpoint directory."
 
 Store = Annotated[str, typer.Argument(metavar="STORE", help=_STORE_HELP, show_default=False)]
@@ -24,9 +26,7 @@ CheckpointA = Annotated[Path, typer.Argument(metavar="A", help=_CHECKPOINT_HELP,
 CheckpointB = Annotated[Path, typer.Argument(metavar="B", help="The other one.", show_default=False)]
 Directory = Annotated[
     Path,
-    typer.Argument(
-        metavar="DIR", help="A directory kept by `follow`, or any checkpoint.", show_default=False
-    ),
+    typer.Argument(metavar="DIR", help="A directory kept by `follow`, or any checkpoint.", show_default=False),
 ]
 Into = Annotated[
     Path,
@@ -49,9 +49,7 @@ AtVersion = Annotated[
         show_default="what DIR's own header says; for any other checkpoint the head",
     ),
 ]
-Step = Annotated[
-    int, typer.Option("--step", metavar="N", min=0, help="The trainer's own step number, for the log.")
-]
+Step = Annotated[int, typer.Option("--step", metavar="N", min=0, help="The trainer's own step number, for the log.")]
 Baseline = Annotated[
     Path | None,
     typer.Option(
@@ -91,17 +89,13 @@ NoProve = Annotated[
 Attempts = Annotated[int, typer.Option("-n", "--attempts", metavar="N", min=1, help="How many, the newest.")]
 Top = Annotated[
     int,
-    typer.Option(
-        "-n", "--top", metavar="N", min=0, help="List the N tensors with most changes; all with -v."
-    ),
+    typer.Option("-n", "--top", metavar="N", min=0, help="List the N tensors with most changes; all with -v."),
 ]
 Tensors = Annotated[
     bool,
     typer.Option("--tensors", help="Count changes per tensor, too. This fetches the version's payloads."),
 ]
-Quick = Annotated[
-    bool, typer.Option("--quick", help="A tiny model and few rounds: seconds instead of minutes.")
-]
+Quick = Annotated[bool, typer.Option("--quick", help="A tiny model and few rounds: seconds instead of minutes.")]
 Cache = Annotated[
     Path | None,
     typer.Option(
@@ -120,9 +114,7 @@ Json = Annotated[
         rich_help_panel=_OUTPUT,
     ),
 ]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Only results and errors.", rich_help_panel=_OUTPUT)
-]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only results and errors.", rich_help_panel=_OUTPUT)]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more.", rich_help_panel=_OUTPUT)]
 NoProgress = Annotated[bool, typer.Option("--no-progress", help="No progress bars.", rich_help_panel=_OUTPUT)]
 Endpoint = Annotated[

@@ -21,6 +21,13 @@ _WIDE = 500
 """Room for tables: a narrow terminal may wrap a line, but no number is ever cut."""
 
 
+class _Console(Console):
+    """Rich ends the program by itself when a reader has gone; that is decided in ``verbs``."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 @dataclass(frozen=True)
 class Flags:
     """The flags that every verb has."""
@@ -36,7 +43,7 @@ class Output:
 
     def __init__(self, flags: Flags) -> None:
         self.flags = flags
-        self._err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+        self._err = _Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
         """Talk, unless quiet."""
@@ -61,7 +68,7 @@ class Output:
     def table(self, table: Table) -> None:
         """A table of data, in text mode."""
         if not self.flags.json:
-            Console(width=_WIDE, highlight=False, markup=False).print(table)
+            _Console(width=_WIDE, highlight=False, markup=False).print(table)
 
     def record(self, body: Mapping[str, object]) -> None:
         """A JSON object on a line of its own, in JSON mode."""

@@ -169,16 +169,12 @@ def _claimed(held: _Held, log: RunLog) -> int:
     header = held.header
     if not held.ours:
         if (head := log.head()) is None:
-            raise NotFoundError(
-                "the run has no committed version yet", next_step="Publish a checkpoint first."
-            )
+            raise NotFoundError("the run has no committed version yet", next_step="Publish a checkpoint first.")
         return head.number
     if header is None or header.state is not State.CLEAN:
         found = "no header" if header is None else f"state {header.state.value}"
         step = f"Run: deltarefit follow STORE --into {held.path} --once"
-        raise IntegrityError(
-            f"{held.path} claims no version", expected="state CLEAN", found=found, next_step=step
-        )
+        raise IntegrityError(f"{held.path} claims no version", expected="state CLEAN", found=found, next_step=step)
     if header.run != log.run:
         raise BaseMismatch(f"{held.path} follows another run", expected=log.run, found=header.run)
     return header.version

@@ -45,9 +45,7 @@ def publish(
     call.out.detail(f"baseline in {directory}")
     with closing(CheckpointTarget(directory)) as target, call.out.progress() as bars:
         emit = _talking(call.out, bars)
-        publisher = Publisher(
-            store, source, baseline=target, threads=threads, payload_bytes=payload_bytes, emit=emit
-        )
+        publisher = Publisher(store, source, baseline=target, threads=threads, payload_bytes=payload_bytes, emit=emit)
         with closing(publisher):
             done = publisher.publish(step)
     _summarize(call.out, log, done)

@@ -45,9 +45,7 @@ def doctor(call: Call, store: options.MaybeStore = None) -> int:
     failed = [check for check in checks if not check.ok]
     _show_checks(call, checks)
     result = "failed" if failed else "ok"
-    call.out.result(
-        result, {"result": result, **facts, "checks": [dataclasses.asdict(check) for check in checks]}
-    )
+    call.out.result(result, {"result": result, **facts, "checks": [dataclasses.asdict(check) for check in checks]})
     return DIFFERENT if failed else 0
 
 

@@ -85,9 +85,7 @@ class Rollout:
         self._seconds: dict[str, float] = {}
         # Random weights: all that the live model knows, it has from the store.
         self._engine = Engine(model, random_weights=True)
-        self._live = ModuleTarget(
-            self._engine.model, on_pause=self._engine.pause, on_resume=self._engine.resume
-        )
+        self._live = ModuleTarget(self._engine.model, on_pause=self._engine.pause, on_resume=self._engine.resume)
         self._receivers = [
             _receiver(store, self._live, self._note),
             _receiver(store, CheckpointTarget(into), lambda event: None),
@@ -150,9 +148,7 @@ def _reach(receiver: Receiver, version: int) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while _follow_once(receiver) < version:
         if time.monotonic() > deadline:
-            raise UnavailableError(
-                f"version {version} did not come within {PATIENCE_S:.0f} s", found=receiver.version
-            )
+            raise UnavailableError(f"version {version} did not come within {PATIENCE_S:.0f} s", found=receiver.version)
         time.sleep(0.02)
 
 
@@ -191,9 +187,7 @@ def main(arguments: list[str]) -> None:
     for line in sys.stdin:
         command = json.loads(line)
         answer = (
-            rollout.reach(command["version"])
-            if command["do"] == "reach"
-            else rollout.prove(Path(command["dense"]))
+            rollout.reach(command["version"]) if command["do"] == "reach" else rollout.prove(Path(command["dense"]))
         )
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()

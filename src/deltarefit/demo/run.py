@@ -1,8 +1,8 @@
 """``deltarefit demo``: train, publish each step, refit a live model in another process, prove it bit by bit.
 
 The trainer is this process. It takes AdamW steps at an RL learning rate and publishes to a directory store; a second
-process (``demo.follower``) holds a live model and a checkpoint directory that know nothing but that store. After the last
-version both must equal a dense copy of the trainer's weights, byte for byte, and generate the same text.
+process (``demo.follower``) holds a live model and a checkpoint directory that know nothing but that store. After the
+last version both must equal a dense copy of the trainer's weights, byte for byte, and generate the same text.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import numpy.typing as npt
 
 from deltarefit.demo.model import real_model, tiny_model
 from deltarefit.demo.train import Trainer
+from deltarefit.elements import Elements
 from deltarefit.errors import RefitError, UnavailableError
 from deltarefit.manifest import Catalog, TensorEntry
-from deltarefit.ports import Elements
 from deltarefit.publisher import Published, Publisher
 from deltarefit.sources.checkpoint import CheckpointSource
 from deltarefit.stores import open_store
@@ -142,9 +142,8 @@ def _refits(work: Path, model: Path, say: Callable[[str], None], on_row: Callabl
     store = str(work / "store")
     trainer = Trainer(model, LEARNING_RATE)
     publisher = Publisher(open_store(store), LiveWeights(trainer.bits(), CheckpointSource(model).files()))
-    say(
-        f"Trainer: {trainer.numel:,} bf16 weights, AdamW at {LEARNING_RATE:g}. Receiver: another process, random weights."
-    )
+    say(f"Trainer: {trainer.numel:,} bf16 weights, AdamW at {LEARNING_RATE:g}.")
+    say("Receiver: another process, random weights.")
     rows: list[Row] = []
     with FollowerProcess(store, model, work / "followed") as follower:
         for step in range(STEPS + 1):

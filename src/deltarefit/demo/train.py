@@ -124,9 +124,7 @@ class Trainer:
         logits = self._model(tokens, use_cache=False).logits[:, :-1].flatten(0, 1).float()
         targets = labels[:, 1:].flatten()
         each = torch.nn.functional.cross_entropy(logits, targets, ignore_index=_IGNORED, reduction="none")
-        advantages = torch.tensor([sample.advantage for sample in samples]).repeat_interleave(
-            labels.shape[1] - 1
-        )
+        advantages = torch.tensor([sample.advantage for sample in samples]).repeat_interleave(labels.shape[1] - 1)
         return (each * advantages).sum() / (targets != _IGNORED).sum()
 
     def _batch_of(self, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:

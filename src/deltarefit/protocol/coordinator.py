@@ -7,7 +7,9 @@ decides it by one create-once outcome. Every create whose answer is lost is read
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from deltarefit.errors import IntegrityError, ProtocolError
 from deltarefit.manifest import Decision, Intent, Mode, Outcome, ProducerManifest
@@ -45,6 +47,7 @@ class Phase(enum.Enum):
     FAILED = "failed"
 
 
+T = TypeVar("T")
 FINAL = frozenset({Phase.COMMITTED, Phase.LOST, Phase.FAILED})
 Step = tuple["Coordinator", tuple[Action, ...]]
 
@@ -72,7 +75,7 @@ class Coordinator:
         handler = _HANDLERS.get((self.phase, type(event)))
         if handler is None:
             raise ProtocolError(f"a coordinator in phase {self.phase.value} met {type(event).__name__}")
-        return handler(self, event)  # type: ignore[no-any-return]
+        return handler(self, event)
 
     # ------------------------------------------------------------------------------------ finding the tail
 
@@ -127,7 +130,14 @@ class Coordinator:
         if intent.base and intent.base_digest + manifest.shift != event.digest:
             return self._fail(EncodeFailed("the new digest does not follow from the base and the payloads"))
         outcome = Outcome(
-            self.run, self.number, Decision.COMMIT, self.base, event.digest, (manifest.content_hash(),), event.anchor, self.nonce
+            self.run,
+            self.number,
+            Decision.COMMIT,
+            self.base,
+            event.digest,
+            (manifest.content_hash(),),
+            event.anchor,
+            self.nonce,
         )
         sealing = replace(self, phase=Phase.SEALING, manifest=manifest, outcome=outcome)
         return sealing, (CreateManifest(manifest),)
@@ -184,13 +194,13 @@ class Coordinator:
         return _present(self.outcome, "outcome")
 
 
-def _present(value, name: str):  # type: ignore[no-untyped-def]
+def _present(value: T | None, name: str) -> T:
     if value is None:
         raise ProtocolError(f"the coordinator has no {name} yet")
     return value
 
 
-_HANDLERS = {
+_HANDLERS: dict[tuple[Phase, type[Event]], Callable[[Coordinator, Any], Step]] = {
     (Phase.TAIL, AttemptRead): Coordinator._tail,
     (Phase.ABORTING, Created): Coordinator._aborted,
     (Phase.ABORTING, NotCreated): Coordinator._aborted,

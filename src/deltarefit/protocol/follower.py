@@ -6,7 +6,9 @@ The source baseline runs the same machine: it is receiver number zero.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from deltarefit.errors import IntegrityError, ProtocolError
 from deltarefit.manifest import Anchor, Header, PayloadRef, State
@@ -80,7 +82,7 @@ class Follower:
         handler = _HANDLERS.get((self.phase, type(event)))
         if handler is None:
             raise ProtocolError(f"a receiver in phase {self.phase.value} met {type(event).__name__}")
-        return handler(self, event)  # type: ignore[no-any-return]
+        return handler(self, event)
 
     # ------------------------------------------------------------------------------------ start
 
@@ -229,7 +231,7 @@ def _op(live: Digest, pre: Digest, post: Digest) -> Op:
     return Op.APPLY if live == pre else Op.SET
 
 
-_HANDLERS = {
+_HANDLERS: dict[tuple[Phase, type[Event]], Callable[[Follower, Any], Step]] = {
     (Phase.BOOT, HeaderRead): Follower._boot,
     (Phase.LOST, AttemptRead): lambda self, event: (self, ()),
     (Phase.LOST, NoAnchor): Follower._no_anchor,

@@ -53,9 +53,7 @@ class ObjectStore:
         check_key(key)
         view = flat(data)
         if isinstance(self._native, MemoryStore):
-            view = memoryview(
-                bytes(view)
-            )  # it keeps the caller's buffer, which the caller may write to again
+            view = memoryview(bytes(view))  # it keeps the caller's buffer, which the caller may write to again
         with self._doing("write", key):
             obstore.put(
                 self._native,
@@ -164,9 +162,7 @@ def memory_store(url: str) -> ObjectStore:
     return ObjectStore(MemoryStore(), Place(url), Limits(part_bytes=1 << 40))
 
 
-def cloud_store(
-    scheme: str, bucket: str, prefix: str, settings: Mapping[str, str], limits: Limits
-) -> ObjectStore:
+def cloud_store(scheme: str, bucket: str, prefix: str, settings: Mapping[str, str], limits: Limits) -> ObjectStore:
     """``s3``, ``gs`` or ``az``. ``settings`` are obstore's for S3; the rest comes from the environment.
 
     Plain HTTP is allowed if ``settings["endpoint"]`` asks for it. Raises ``UsageError`` for a bad setting.

@@ -22,9 +22,7 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]{1,80})</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]{1,200})")
 _FULL = frozenset({"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull", "StorageQuotaExceeded"})
-_PASSING = frozenset(
-    {"RequestTimeout", "RequestTimeTooSkewed", "ExpiredToken", "SlowDown", "OperationAborted"}
-)
+_PASSING = frozenset({"RequestTimeout", "RequestTimeTooSkewed", "ExpiredToken", "SlowDown", "OperationAborted"})
 """Codes that come with a 4xx status although a later try, perhaps with the clock set right, may do."""
 _PASSING_STATUS = frozenset({408, 409, 425, 429})
 _HOPELESS = (
@@ -82,9 +80,7 @@ class Reply:
         text = str(err)
         status, code, message = (found.search(text) for found in (_STATUS, _CODE, _MESSAGE))
         if status is None:
-            return cls(
-                0, "", next((words for mark, words in _NETWORK.items() if mark in text), "no usable answer")
-            )
+            return cls(0, "", next((words for mark, words in _NETWORK.items() if mark in text), "no usable answer"))
         return cls(int(status[1]), code[1] if code else "", message[1] if message else "")
 
     def __str__(self) -> str:
@@ -150,6 +146,4 @@ def _unavailable(text: str, what: str, found: str) -> UnavailableError:
             found="none",
             next_step="Give access and secret key.",
         )
-    return UnavailableError(
-        what, found=found, next_step="Check network and server (and the clock), then run it again."
-    )
+    return UnavailableError(what, found=found, next_step="Check network and server (and the clock), then run it again.")

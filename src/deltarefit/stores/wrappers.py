@@ -166,9 +166,7 @@ class Faulty:
     ``fired`` lists (verb, key, kind) in the order in which faults struck, so that a test can prove they did.
     """
 
-    def __init__(
-        self, store: Store, plan: Sequence[Fault], sleep: Callable[[float], None] = time.sleep
-    ) -> None:
+    def __init__(self, store: Store, plan: Sequence[Fault], sleep: Callable[[float], None] = time.sleep) -> None:
         self._store = store
         self._plan = plan
         self._sleep = sleep

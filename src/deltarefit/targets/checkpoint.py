@@ -194,9 +194,7 @@ class CheckpointTarget:
                 found=catalog.identity,
                 next_step="Give each run an empty directory of its own.",
             )
-        kept = {
-            name: data for name, data in side.items() if name != layouts.INDEX_FILE
-        }  # it belongs to our files
+        kept = {name: data for name, data in side.items() if name != layouts.INDEX_FILE}  # it belongs to our files
         refuse_foreign(self._root, set(kept) - set(ours.files), weights=False)
         self._layout = layouts.DirectoryLayout(catalog, ours.weights, tuple(sorted({*ours.files, *kept})))
         self._seed.mkdir(exist_ok=True)
@@ -226,9 +224,7 @@ class CheckpointTarget:
         if not hidden.exists():
             return
         if name in self._weights and shown.exists():
-            raise UsageError(
-                f"{shown} appeared while the directory was seeded", next_step="Move it away, then retry."
-            )
+            raise UsageError(f"{shown} appeared while the directory was seeded", next_step="Move it away, then retry.")
         hidden.replace(shown)
 
     @contextmanager

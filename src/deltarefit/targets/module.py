@@ -172,9 +172,7 @@ def _held(model: torch.nn.Module) -> list[_Held]:
     held = []
     for memory, group in tied.items():
         tensor = group[0][1]
-        held.append(
-            _Held(tuple(slot for slot, _ in group), memory, DTYPES[tensor.dtype], tuple(tensor.shape))
-        )
+        held.append(_Held(tuple(slot for slot, _ in group), memory, DTYPES[tensor.dtype], tuple(tensor.shape)))
     _refuse(_overlaps(held))
     return held
 
@@ -235,9 +233,7 @@ def _overlaps(held: Sequence[_Held]) -> list[str]:
     reach: list[tuple[int, _Held]] = []
     for (begin, end), _, one in spans:
         reach = [(stop, other) for stop, other in reach if stop > begin]
-        found += [
-            f"{one.names[0]} overlaps {o.names[0]}: clone one of them" for _, o in reach if _share(one, o)
-        ]
+        found += [f"{one.names[0]} overlaps {o.names[0]}: clone one of them" for _, o in reach if _share(one, o)]
         reach.append((end, one))
     return found
 
