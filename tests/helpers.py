@@ -43,6 +43,8 @@ MIXED: Shapes = {
     "i.weight": ("BF16", (900,)),
 }
 """A little of everything; about 5.5 kB."""
+SMALL: Shapes = {"a.weight": ("BF16", (300,)), "b.empty": ("F32", (0,)), "c.steps": ("I64", (20,))}
+"""For tests that run a hundred times."""
 
 
 # ------------------------------------------------------------------------------------------ models

@@ -154,9 +154,7 @@ class Seaweed:
                 return
             time.sleep(0.1)
         log = (self.root / "weed.log").read_text(errors="replace")[-2000:]
-        raise RuntimeError(
-            f"SeaweedFS did not answer on {self.endpoint} within {READY_S} s; its log ends:\n{log}"
-        )
+        raise RuntimeError(f"SeaweedFS did not answer on {self.endpoint} within {READY_S} s; its log ends:\n{log}")
 
     def _answers(self) -> bool:
         from deltarefit.errors import RefitError

@@ -28,6 +28,7 @@ def broken(checks: list[Check]) -> dict[str, str]:
     return {check.name: check.detail for check in checks if not check.ok}
 
 
+@pytest.mark.slow
 def test_good_stores_are_healthy_and_left_clean(tmp_path: Path, seaweed: Seaweed) -> None:
     for store in (
         open_store(str(tmp_path / "store")),

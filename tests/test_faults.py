@@ -23,7 +23,7 @@ from tests import helpers as h
 
 @pytest.fixture(scope="module")
 def chain() -> h.Chain:
-    return h.publish_chain(np.random.default_rng(1), ("some", "back", "nothing", "block"))
+    return h.publish_chain(np.random.default_rng(1), ("some", "back", "nothing"))
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_a_receiver_killed_at_any_call_recovers(chain: h.Chain, run: str, after:
         target = h.StrictTarget(run)
         die(chain.store, target, fuse, None)
         check_recovers(chain, target, f"call {fuse.at}")
-    assert fuse.at > 90
+    assert fuse.at > 70
 
 
 def test_a_receiver_killed_in_any_write_recovers(chain: h.Chain, run: str) -> None:
@@ -100,7 +100,7 @@ def test_power_loss_at_any_call_loses_no_version(chain: h.Chain, run: str) -> No
         check_recovers(chain, target, f"call {fuse.at}")
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_a_receiver_killed_again_and_again_recovers(chain: h.Chain, run: str, seed: int) -> None:
     """Recovery dies too, many times, with two threads, each tear and loss at random."""
     rng, target = np.random.default_rng(seed), h.StrictTarget(run)
@@ -145,7 +145,8 @@ def follow_until_done(store: h.Store, target: h.StrictTarget, heard: h.Heard) ->
 def test_one_wrong_answer_from_the_store_is_cured_by_a_second_look(
     chain: h.Chain, run: str, kind: Kind
 ) -> None:
-    """F13 and F15: a damaged, short or late object is fetched again before anybody gives up."""
+    """F13 and F15: a damaged, short or late object is fetched again before anybody gives up. A record that nothing
+    has promised may be missing in truth."""
     wrong: list[str] = []
     for at in range(1, 200):
         faulty, target = Faulty(chain.store, [nth(kind, at, "get")]), h.StrictTarget(run)
@@ -162,8 +163,8 @@ def test_one_wrong_answer_from_the_store_is_cured_by_a_second_look(
     assert at > 25
 
 
-NOT_THERE = re.compile(r"run|a/[0-9]+/intent|anchor/[0-9]+/anchor")
-"""Records that nothing seen before has promised: their absence means that there is nothing to follow yet."""
+NOT_THERE = re.compile(r"run|a/[0-9]+/intent|a/[0-9]+/outcome|anchor/[0-9]+/anchor")
+"""Records whose absence means something: no run, no attempt, no outcome yet, no anchor."""
 
 
 # ------------------------------------------------------------------------------------------ publishers
@@ -173,7 +174,7 @@ NOT_THERE = re.compile(r"run|a/[0-9]+/intent|anchor/[0-9]+/anchor")
 def base() -> h.Chain:
     """Two versions, and a source that has moved on since."""
     rng = np.random.default_rng(5)
-    chain = h.publish_chain(rng, ("some",))
+    chain = h.publish_chain(rng, ("some",), h.SMALL)
     h.step(rng, chain.source.model, "some")
     return chain
 
@@ -187,8 +188,9 @@ def check_carries_on(chain: h.Chain, store: h.Store, baseline: MemoryBaseline | 
     assert h.bits(target) == h.bytes_of(chain.source.model), where
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("survives", [True, False], ids=["baseline kept", "baseline lost"])
+@pytest.mark.parametrize(
+    ("after", "survives"), [(False, True), (True, False)], ids=["before, baseline kept", "after, baseline lost"]
+)
 def test_a_publisher_killed_at_any_store_call(base: h.Chain, after: bool, survives: bool) -> None:
     for fuse in h.fuses(after):
         store, baseline = h.copy_store(base.store), MemoryBaseline()
@@ -201,21 +203,20 @@ def test_a_publisher_killed_at_any_store_call(base: h.Chain, after: bool, surviv
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_the_first_publisher_killed_at_any_store_call(after: bool) -> None:
-    model = h.random_model(np.random.default_rng(6))
+    model = h.random_model(np.random.default_rng(6), h.SMALL)
     for fuse in h.fuses(after):
-        chain = h.Chain(h.new_store(), h.ArraySource(model))
+        chain = h.Chain(h.new_store(), h.ArraySource(model, h.SMALL))
         with contextlib.suppress(h.Killed):
             h.published(h.KillingStore(chain.store, fuse), chain.source)
         check_carries_on(chain, chain.store, None, f"call {fuse.at}")
     assert fuse.at > 15
 
 
-@pytest.mark.parametrize("tear", [False, True], ids=["whole", "torn"])
-def test_a_publisher_killed_at_any_baseline_call(base: h.Chain, tear: bool) -> None:
+def test_a_publisher_killed_at_any_baseline_call(base: h.Chain) -> None:
     rng = np.random.default_rng(7)
     for fuse in h.fuses(after=True):
         store, baseline = h.copy_store(base.store), MemoryBaseline()
-        dying = h.KillingTarget(baseline, fuse, rng if tear else None)
+        dying = h.KillingTarget(baseline, fuse, rng)
         with contextlib.suppress(h.Killed):
             h.published(store, base.source, baseline=dying)
         check_carries_on(base, store, baseline, f"call {fuse.at}")
@@ -252,22 +253,49 @@ def publisher(store: h.Store, source: h.ArraySource) -> Publisher:
     return Publisher(store, source, threads=1, payload_bytes=400)
 
 
-@pytest.mark.parametrize("kind", [Kind.BEFORE, Kind.AFTER], ids=lambda k: k.name.lower())
-def test_a_store_that_stays_away_during_the_commit_says_that_the_outcome_is_unknown(base: h.Chain, kind: Kind) -> None:
+@pytest.mark.parametrize("arrives", [False, True])
+def test_a_store_that_goes_away_during_the_commit_leaves_the_outcome_unknown(base: h.Chain, arrives: bool) -> None:
     store = h.copy_store(base.store)
-    blind = [Fault(Kind.BEFORE, verb, "*3/outcome", last=None) for verb in ("get", "size")]
-    with contextlib.closing(publisher(Faulty(store, [Fault(kind, "create", "*3/outcome", last=None), *blind]), base.source)) as one:
-        with pytest.raises(UnavailableError, match="unknown"):
+    with contextlib.closing(publisher(_GoesAway(store, arrives), base.source)) as one:
+        with pytest.raises(UnavailableError, match="outcome of attempt 3 is unknown"):
             one.publish()
-    assert (3 in h.check_linear(store)) == (kind is Kind.AFTER)
-    check_carries_on(base, store, None, kind.name)
+    assert (RunLog.open(store).attempt(3).committed) == arrives
+    check_carries_on(base, store, None, "afterwards")
 
 
-@pytest.mark.parametrize("kind", [Kind.CORRUPT, Kind.TRUNCATE], ids=lambda k: k.name.lower())
-def test_a_publisher_that_reads_garbage_commits_nothing_wrong(base: h.Chain, kind: Kind) -> None:
+class _GoesAway(h.KillingStore):
+    """Nothing is answered any more from the creation of an outcome on."""
+
+    def __init__(self, store: h.Store, arrives: bool) -> None:
+        super().__init__(store, h.Fuse(1 << 60))
+        self._arrives = arrives
+        self._away = False
+
+    def create(self, key: str, data: bytes) -> None:
+        if key.endswith("outcome") and not self._away:
+            self._away = True
+            if self._arrives:
+                super().create(key, data)
+        self._answer()
+        super().create(key, data)
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        self._answer()
+        return super().get(key, start, length)
+
+    def size(self, key: str) -> int:
+        self._answer()
+        return super().size(key)
+
+    def _answer(self) -> None:
+        if self._away:
+            raise UnavailableError("the store went away")
+
+
+def test_a_publisher_that_reads_garbage_commits_nothing_wrong(base: h.Chain) -> None:
     for at in range(1, 200):
         store = h.copy_store(base.store)
-        faulty = Faulty(store, [nth(kind, at, "get")])
+        faulty = Faulty(store, [nth(Kind.CORRUPT, at, "get")])
         with contextlib.suppress(RefitError):
             h.published(faulty, base.source)
         check_carries_on(base, store, None, f"get {at}")
@@ -303,4 +331,4 @@ class _Overtaken(h.KillingStore):
             self.ours = h.check_linear(self._store)[-1]
             model = h.copy_of(self._chain.source.model)
             h.step(np.random.default_rng(8), model, "few")
-            self.other = h.published(self._store, h.ArraySource(model))
+            self.other = h.published(self._store, h.ArraySource(model, h.SMALL))

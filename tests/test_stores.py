@@ -51,6 +51,7 @@ class TestMemory(StoreContract):
         return open_store(f"memory://{self.name}")
 
 
+@pytest.mark.slow
 class TestSeaweed(StoreContract):
     races_at_once = 25
 
@@ -139,9 +140,7 @@ def test_opening_a_directory_does_not_import_obstore(tmp_path: Path) -> None:
         f"open_store({str(tmp_path)!r}).put('k', b'1'); sys.exit('obstore' in sys.modules)"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    assert (
-        subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False).returncode == 0
-    )
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False).returncode == 0
 
 
 # --- wrappers
@@ -229,9 +228,7 @@ def test_retrying_repeats_every_verb_but_create() -> None:
         inner.put("k", b"1")
 
 
-@pytest.mark.parametrize(
-    "error", [NotFoundError("x"), UsageError("x"), AlreadyExistsError("x"), StorageFullError("x")]
-)
+@pytest.mark.parametrize("error", [NotFoundError("x"), UsageError("x"), AlreadyExistsError("x"), StorageFullError("x")])
 def test_retrying_repeats_nothing_else(error: RefitError) -> None:
     calls: list[str] = []
 

@@ -127,9 +127,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return steps
 
 
-def test_bytes_are_durable_before_the_name_and_the_name_before_the_return(
-    tmp_path: Path, steps: list[str]
-) -> None:
+def test_bytes_are_durable_before_the_name_and_the_name_before_the_return(tmp_path: Path, steps: list[str]) -> None:
     store = open_store(str(tmp_path / "root"))
     steps.clear()
     store.create("a/b/c", b"1")
@@ -139,9 +137,7 @@ def test_bytes_are_durable_before_the_name_and_the_name_before_the_return(
     assert steps == ["fsync ~tmp/*", "rename", "fsync b", "fsync a", "fsync root"]
 
 
-def test_a_name_that_may_not_be_durable_yet_is_made_so_by_whoever_sees_it(
-    tmp_path: Path, steps: list[str]
-) -> None:
+def test_a_name_that_may_not_be_durable_yet_is_made_so_by_whoever_sees_it(tmp_path: Path, steps: list[str]) -> None:
     """Its writer is between link and return, or died there: the file still has its second name."""
     store = open_store(str(tmp_path / "root"))
     store.create("a/k", b"1")
@@ -170,6 +166,7 @@ def test_a_failing_fsync_is_never_success(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(store.list()) == []
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_any_time_leaves_whole_objects_only(tmp_path: Path) -> None:
     code = (
         "import sys, itertools; from deltarefit.stores import open_store\n"

@@ -52,6 +52,13 @@ def test_no_message_holds_a_secret(seaweed: Seaweed, caplog: pytest.LogCaptureFi
     assert not [text for text in (*seen, caplog.text) if "canary" in text]
 
 
+def test_a_secret_in_a_reply_is_cut_out() -> None:
+    reply = f"<Error><Code>AccessDenied</Code><Message>{CANARY} is wrong</Message></Error>"
+    with parrot(403, reply, secret=CANARY) as store, pytest.raises(UsageError, match=r"\*\*\* is wrong") as caught:
+        store.get("k")
+    assert CANARY not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "url",
     [
@@ -138,7 +145,7 @@ def test_a_conflict_without_an_object_does_not_read_as_taken() -> None:
 
 
 @contextlib.contextmanager
-def parrot(status: int, body: str, reading: int | None = None) -> Iterator[Store]:
+def parrot(status: int, body: str, reading: int | None = None, secret: str = "s") -> Iterator[Store]:
     """A store on an HTTP server that gives one answer to everything, or another to reads."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -159,7 +166,7 @@ def parrot(status: int, body: str, reading: int | None = None) -> Iterator[Store
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         try:
-            yield open_store("s3://bucket/x", endpoint=url, access_key="k", secret_key="s", limits=IMPATIENT)
+            yield open_store("s3://bucket/x", endpoint=url, access_key="k", secret_key=secret, limits=IMPATIENT)
         finally:
             server.shutdown()
 
@@ -182,6 +189,7 @@ def test_credentials_come_from_the_environment(seaweed: Seaweed, monkeypatch: py
 # --- deadlines
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_unavailable_within_the_deadline_and_keeps_what_it_had(tmp_path: Path) -> None:
     with Seaweed(tmp_path) as server:
         server.make_bucket("refits")
@@ -211,6 +219,7 @@ def put_for_ever(store: Store) -> None:
         store.put("large", secrets.token_bytes(64 << 20))
 
 
+@pytest.mark.slow
 def test_a_server_killed_during_a_large_put_leaves_no_object(tmp_path: Path) -> None:
     with Seaweed(tmp_path) as server:
         server.make_bucket("refits")
@@ -275,9 +284,7 @@ def test_large_objects_in_parts_of_every_shape(seaweed: Seaweed) -> None:
             assert store.get("k", start, length) == data[:size][start:][: size if length is None else length]
 
 
-def test_an_object_replaced_between_two_parts_is_not_mixed(
-    seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_replaced_between_two_parts_is_not_mixed(seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store("s3://refits/mixed", limits=Limits(part_bytes=5 << 20), **seaweed.login)
     assert isinstance(store, ObjectStore)
     store.put("k", b"1" * (12 << 20))

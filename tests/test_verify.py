@@ -53,9 +53,7 @@ def test_every_version_has_its_digest_and_no_other(chain: Chain) -> None:
     for version, model in chain.models.items():
         found = verifier.digest(bits_of_source(ArraySource(model), log.catalog))
         assert found == committed(log, version) == digest_of(log.run, log.catalog, model)
-    assert (
-        len({committed(log, version) for version in chain.models}) == len(chain.models) - 1
-    )  # one step of nothing
+    assert len({committed(log, version) for version in chain.models}) == len(chain.models) - 1  # one step of nothing
 
 
 def test_differences_name_exactly_the_wrong_elements(chain: Chain, tmp_path: Path) -> None:

@@ -89,23 +89,12 @@ class RunLog:
         self, key: str, check: Callable[[bytes], T], damaged: Callable[[IntegrityError], None] = lambda _: None
     ) -> T:
         """What ``check`` makes of an object that a record names. Not visible yet: waited for (F13). Damaged, which
-        ``check``
-        says by ``IntegrityError``: told to ``damaged`` and fetched a second time (F15)."""
+        ``check`` says by ``IntegrityError``: told to ``damaged`` and fetched a second time (F15)."""
         try:
-            return check(self._visible(key))
+            return check(_visible(self.store, key))
         except IntegrityError as error:
             damaged(error)
-            return check(self._visible(key))
-
-    def _visible(self, key: str) -> bytes:
-        deadline = time.monotonic() + LATE_VISIBILITY_S
-        while True:
-            try:
-                return self.store.get(key)
-            except NotFoundError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
+            return check(_visible(self.store, key))
 
     def attempt(self, number: int) -> Attempt:
         """All records of one attempt. Read in the order intent, outcome, manifest: each implies the ones before it
@@ -188,16 +177,28 @@ class RunLog:
         return None
 
 
-def _record(store: Store, kind: type[R], key: str) -> R:
+def _record(store: Store, kind: type[R], key: str, get: Callable[[Store, str], bytes] = lambda s, k: s.get(k)) -> R:
     """The record at ``key``; read a second time if the first copy is damaged (F15)."""
     try:
-        return kind.from_bytes(store.get(key), key)
+        return kind.from_bytes(get(store, key), key)
     except FormatError:
-        return kind.from_bytes(store.get(key), key)
+        return kind.from_bytes(get(store, key), key)
+
+
+def _visible(store: Store, key: str) -> bytes:
+    """An object that must be there; waited for while it is not."""
+    deadline = time.monotonic() + LATE_VISIBILITY_S
+    while True:
+        try:
+            return store.get(key)
+        except NotFoundError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
 
 
 def _read_catalog(store: Store, identity: str) -> Catalog:
-    catalog = _record(store, Catalog, f"catalog/{identity}")
+    catalog = _record(store, Catalog, f"catalog/{identity}", _visible)
     if catalog.identity != identity:
         raise FormatError("the catalog is not the one of this run", expected=identity, found=catalog.identity)
     return catalog

@@ -63,16 +63,19 @@ inline u8* pack_array(const T* values, u64 n, u32 planes, u8* out) {
 template <class W>
 inline u64 pack_two_bit(const W* values, u64 n, u8* out, W* escapes) {
   u64 escaped = 0;
-  for (u64 i = 0; i < n; i += 4) {
-    u32 byte = 0;
-    const u64 m = n - i < 4 ? n - i : 4;
-    for (u64 j = 0; j < m; ++j) {
-      const W value = values[i + j];
-      byte |= (value < 3 ? u32(value) : 3u) << (2 * j);
-      escapes[escaped] = W(value - 3);
-      escaped += value >= 3;
+  for (u64 i = 0; i < n; i += 64, values += 64) {
+    u8 codes[64] = {};
+    u32 at[64 + kSlack];
+    const u32 m = n - i < 64 ? u32(n - i) : 64;
+    for (u32 j = 0; j < m; ++j) codes[j] = u8(values[j] < 3 ? values[j] : W(3));
+    for (u32 j = 0; j < (m + 3) / 4; ++j) {
+      const u32 four = load<u32>(codes + 4 * j);
+      out[j] = u8(four | four >> 6 | four >> 12 | four >> 18);
     }
-    *out++ = u8(byte);
+    out += (m + 3) / 4;
+    const u32 found = emit_bits(equal_bytes_mask(codes, 3), 0, at);
+    for (u32 j = 0; j < found; ++j) escapes[escaped + j] = W(values[at[j]] - 3);
+    escaped += found;
   }
   return escaped;
 }

@@ -6,6 +6,7 @@ constexpr u32 kChunk = 4096;  // elements looked at together: both sides stay in
 constexpr u32 kSlack = 64;    // find_changed may write so many offsets beyond the last one
 
 // changed_mask<W>(a, b): bit i says whether element i of 64 differs.
+// equal_bytes_mask(at, value): bit i says whether byte i of 64 is `value`.
 
 #if defined(__AVX512BW__)
 
@@ -24,6 +25,10 @@ inline u64 changed_mask(const u8* a, const u8* b) {
     mask |= part << (64 / sizeof(W) * i);
   }
   return mask;
+}
+
+inline u64 equal_bytes_mask(const u8* at, u8 value) {
+  return _mm512_cmpeq_epi8_mask(load512(at), _mm512_set1_epi8(char(value)));
 }
 
 #elif defined(__AVX2__)
@@ -64,16 +69,33 @@ inline u64 changed_mask(const u8* a, const u8* b) {
   return ~(u64(equal_mask32<W>(a, b)) | u64(equal_mask32<W>(a + 32 * sizeof(W), b + 32 * sizeof(W))) << 32);
 }
 
+inline u64 equal_bytes_mask(const u8* at, u8 value) {
+  u8 same[64];
+  __builtin_memset(same, value, 64);
+  return ~changed_mask<u8>(at, same);
+}
+
 #else
+
+// 64 bytes of 0 or 1 to bits.
+inline u64 mask_of_flags(const u8* flags) {
+  u64 mask = 0;
+  // The product moves bit 0 of byte i to bit 56 + i.
+  for (u32 i = 0; i < 8; ++i) mask |= (load<u64>(flags + 8 * i) * 0x0102040810204080ull >> 56) << (8 * i);
+  return mask;
+}
 
 template <class W>
 inline u64 changed_mask(const u8* a, const u8* b) {
   u8 flags[64];
   for (u32 i = 0; i < 64; ++i) flags[i] = load<W>(a + i * sizeof(W)) != load<W>(b + i * sizeof(W));
-  u64 mask = 0;
-  // The product moves bit 0 of byte i to bit 56 + i.
-  for (u32 i = 0; i < 8; ++i) mask |= (load<u64>(flags + 8 * i) * 0x0102040810204080ull >> 56) << (8 * i);
-  return mask;
+  return mask_of_flags(flags);
+}
+
+inline u64 equal_bytes_mask(const u8* at, u8 value) {
+  u8 flags[64];
+  for (u32 i = 0; i < 64; ++i) flags[i] = at[i] == value;
+  return mask_of_flags(flags);
 }
 
 #endif

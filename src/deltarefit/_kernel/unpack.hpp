@@ -215,60 +215,31 @@ class ValueReader {
  private:
   Status next_codes(u32 n, W* out) {
     alignas(64) u8 codes[kBlock];
-    u64 escaped[kBlock / 64];
     const u32 bytes = (n + 3) / 4;
     if (n % 4 != 0 && codes_[n / 4] >> (2 * (n % 4)) != 0) return wrong("padding of the two-bit codes is not zero");
-    const u32 count = spread_codes(codes_, bytes, codes, escaped);
+    for (u32 i = 0; i < bytes; ++i) {
+      const u32 four = codes_[i];
+      store<u32>(codes + 4 * i, (four | four << 6 | four << 12 | four << 18) & 0x03030303u);
+    }
     codes_ += bytes;
     for (u32 i = 0; i < n; ++i) out[i] = codes[i];
-    return count == 0 ? Status{} : add_escapes(escaped, count, (n + 63) / 64, out);
-  }
-
-  // Codes one to a byte, and which of each 64 are 3; returns how many are.
-  static u32 spread_codes(const u8* packed, u32 bytes, u8* codes, u64* escaped) {
-    u8 padded[kBlock / 4] = {};
-    __builtin_memcpy(padded, packed, bytes);
+    __builtin_memset(codes + n, 0, kBlock - n);
+    u32 escaped[kBlock + kSlack];
     u32 count = 0;
-    for (u32 i = 0; i < (bytes + 15) / 16; ++i) {
-      const u64 low = low_bits_of_threes(load<u64>(padded + 16 * i));
-      const u64 mask = low | low_bits_of_threes(load<u64>(padded + 16 * i + 8)) << 32;
-      escaped[i] = mask;
-      count += u32(__builtin_popcountll(mask));
-    }
-    for (u32 i = 0; i < bytes; ++i) {
-      // Two bits to each byte of four: the same move as a deposit of bits, in code every level vectorizes.
-      const u32 b = padded[i];
-      store<u32>(codes + 4 * i, (b | b << 6 | b << 12 | b << 18) & 0x03030303u);
-    }
-    return count;
+    for (u32 i = 0; i < n; i += 64) count += emit_bits(equal_bytes_mask(codes + i, 3), i, escaped + count);
+    return add_escapes(escaped, count, out);
   }
 
-  // Bit i says whether the i-th of 32 two-bit codes is 3.
-  static u64 low_bits_of_threes(u64 x) {
-    x = x & (x >> 1) & 0x5555555555555555ull;
-#if defined(__BMI2__)
-    return _pext_u64(x, 0x5555555555555555ull);
-#else
-    x = (x | x >> 1) & 0x3333333333333333ull;
-    x = (x | x >> 2) & 0x0F0F0F0F0F0F0F0Full;
-    x = (x | x >> 4) & 0x00FF00FF00FF00FFull;
-    x = (x | x >> 8) & 0x0000FFFF0000FFFFull;
-    return (x | x >> 16) & 0x00000000FFFFFFFFull;
-#endif
-  }
-
-  Status add_escapes(const u64* escaped, u32 count, u32 words, W* out) {
-    W escapes[kBlock + 1];
+  Status add_escapes(const u32* escaped, u32 count, W* out) {
+    if (count == 0) return {};
     if (count > array_.left()) return wrong("more codes 3 than escapes", array_.left(), count);
+    W escapes[kBlock];
     DR_TRY(array_.next(count, escapes));
     const W most = W(~W(0)) - 3;
     W above = 0;
-    for (u32 k = 0; k < count; ++k) above |= W(escapes[k] > most);
-    if (above != 0) return wrong("escaped value does not fit into its element");
-    const W* next = escapes;
-    for (u32 i = 0; i < words; ++i)
-      for (u64 mask = escaped[i]; mask != 0; mask &= mask - 1) out[64 * i + u32(__builtin_ctzll(mask))] = W(*next++ + 3);
-    return {};
+    for (u32 i = 0; i < count; ++i) above |= W(escapes[i] > most);
+    for (u32 i = 0; i < count; ++i) out[escaped[i]] = W(escapes[i] + 3);
+    return above == 0 ? Status{} : wrong("escaped value does not fit into its element");
   }
 
   // Stored s to difference; sparse deltas store one less, so that the largest s would wrap to "no change".

@@ -175,11 +175,11 @@ def wire_bytes(payloads: Payloads) -> int:
 
 
 def _rival(rival: Rival, olds: Mapping[str, Elements], news: Mapping[str, Elements], speed: _Speed) -> dict[str, float]:
-    parts: dict[str, list[bytes | memoryview]] = {}
+    pair = {name: (old, news[name]) for name, old in olds.items()}
+    parts: list[bytes | memoryview] = []
 
     def encode() -> None:
-        for name, old in olds.items():
-            parts[name] = rival.encode(old, news[name])
+        parts[:] = rival.encode(pair)
 
     encode_speed = speed.of(encode)
     targets = {name: old.copy() for name, old in olds.items()}
@@ -188,13 +188,9 @@ def _rival(rival: Rival, olds: Mapping[str, Elements], news: Mapping[str, Elemen
         for name, old in olds.items():
             np.copyto(targets[name], old)
 
-    def apply() -> None:
-        for name, target in targets.items():
-            rival.apply(parts[name], target)
-
-    apply_speed = speed.of(apply, reset)
+    apply_speed = speed.of(lambda: rival.apply(parts, targets), reset)
     _check_equal(rival.name, list(targets.values()), news)
-    wire = sum(memoryview(part).nbytes for tensor in parts.values() for part in tensor)
+    wire = sum(memoryview(part).nbytes for part in parts)
     return {"wire": wire, "encode": encode_speed, "apply": apply_speed}
 
 

@@ -109,7 +109,7 @@ class Patience:
         while not self._stop.asked():
             try:
                 return work()
-            except UnavailableError as error:  # noqa: PERF203
+            except UnavailableError as error:
                 if not self._endless:
                     raise
                 self._wait(error)

@@ -92,8 +92,7 @@ def bench_codec(call: Call, quick: options.Quick = False, cache: options.Cache =
     extra. The last line of stdout is JSON.
     """
     codec = _extra("deltarefit.bench.codec")
-    with call.out.progress() as bars:
-        result = codec.run(_made(cache), quick, bars)
+    result = codec.run(_made(cache), quick, call.out.say)
     call.out.table(codec.table(result))
     call.out.final(result)
 

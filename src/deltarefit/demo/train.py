@@ -48,11 +48,11 @@ class Trainer:
         seed: int = 0,
         threads: int = 2,
     ) -> None:
+        library = transformers()
         import torch
 
         torch.set_num_threads(threads)
         self._directory, self._batch, self._seed, self.steps = model, batch, seed, 0
-        library = transformers()
         self._tokenizer: Any = library.AutoTokenizer.from_pretrained(model, local_files_only=True)
         self._model: Any = library.AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.bfloat16, local_files_only=True

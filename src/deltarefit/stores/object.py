@@ -53,7 +53,7 @@ class ObjectStore:
         check_key(key)
         view = flat(data)
         if isinstance(self._native, MemoryStore):
-            view = memoryview(bytes(view))  # it keeps the caller's buffer, which the caller may write to again
+            view = memoryview(bytes(view))  # it keeps what it is given, which the caller may overwrite
         with self._doing("write", key):
             obstore.put(
                 self._native,

@@ -115,7 +115,7 @@ class Retrying:
         for failures in range(self._attempts - 1):
             try:
                 return call()
-            except StorageFullError:  # noqa: PERF203
+            except StorageFullError:
                 raise
             except UnavailableError:
                 most = min(self._longest, self._backoff * 2**failures)

@@ -1,0 +1,467 @@
+"""The publisher's behaviour on real stores: races, restarts with every kind of baseline, refusals, and its report."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltarefit import MemoryBaseline, Published, Publisher, Receiver, open_store
+from deltarefit.elements import Elements
+from deltarefit.errors import (
+    AlreadyExistsError,
+    AttemptLostError,
+    BaseMismatch,
+    NotFoundError,
+    RefitError,
+    StorageFullError,
+    UnavailableError,
+    UsageError,
+)
+from deltarefit.manifest import Decision
+from deltarefit.runlog import RunLog, attempt_key
+from tests import helpers as h
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(21)
+
+
+@pytest.fixture(params=["memory", "directory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> h.Store:
+    return h.new_store() if request.param == "memory" else open_store(str(tmp_path / "store"))
+
+
+def received(store: h.Store) -> list[bytes]:
+    target = h.StrictTarget(RunLog.open(store).run)
+    h.followed(store, target)
+    return h.bits(target)
+
+
+# ------------------------------------------------------------------------------------------ one publisher
+
+
+def test_reports_what_it_did(store: h.Store, rng: np.random.Generator) -> None:
+    source = h.ArraySource(h.random_model(rng))
+    numel, dense = source.catalog.numel, source.catalog.dense_bytes
+    with contextlib.closing(Publisher(store, source, threads=2, payload_bytes=500)) as publisher:
+        first = publisher.publish(step=40)
+        before = h.copy_of(source.model)
+        h.step(rng, source.model, "some")
+        changed = sum(int((source.model[name] != before[name]).sum()) for name in before)
+        second = publisher.publish(step=41)
+        third = publisher.publish(step=41)
+    assert (first.version, first.base, first.step, first.changed, first.anchor) == (1, 0, 40, numel, 1)
+    assert (second.version, second.base, second.step, second.changed, second.anchor) == (2, 1, 41, changed, 1)
+    assert (third.version, third.base, third.changed, third.density) == (3, 2, 0, 0.0)
+    assert second.digest == third.digest != first.digest
+    assert [p.numel for p in (first, second, third)] == [numel] * 3
+    assert first.wire_bytes > dense > second.wire_bytes > third.wire_bytes > 0
+    assert second.wire_bytes == stored_bytes(store, 2)
+    assert second.density == changed / numel
+    assert {"encode", "hint", "baseline", "total"} <= set(second.seconds)
+
+
+def stored_bytes(store: h.Store, attempt: int) -> int:
+    """What an attempt takes in the store."""
+    return sum(size for _, size in store.list(attempt_key(attempt, "")))
+
+
+def test_a_numpy_step_is_a_number_and_others_are_refused(rng: np.random.Generator) -> None:
+    source = h.ArraySource(h.random_model(rng, h.SMALL), h.SMALL)
+    store = h.new_store()
+    with contextlib.closing(Publisher(store, source, threads=1)) as publisher:
+        for number, good in enumerate((0, np.int64(7), 2**64 - 1), 1):
+            assert publisher.publish(good).version == number  # type: ignore[arg-type]
+        bad_steps: tuple[Any, ...] = (-1, 1.5, 2**64, "4")
+        for bad in bad_steps:
+            with pytest.raises(UsageError, match="step"):
+                publisher.publish(bad)
+        assert publisher.publish(8).version == 4, "a refused step left something in the log"
+    assert received(store) == h.bytes_of(source.model)
+
+
+def test_back_to_older_weights(store: h.Store, rng: np.random.Generator) -> None:
+    """F3: a trainer that restarts from an old checkpoint publishes forward, to a new version with older content."""
+    source = h.ArraySource(h.random_model(rng))
+    old = h.copy_of(source.model)
+    with contextlib.closing(Publisher(store, source, threads=1)) as publisher:
+        publisher.publish()
+        h.step(rng, source.model, "many")
+        publisher.publish()
+        for name, array in old.items():
+            source.model[name][...] = array
+        assert publisher.publish().version == 3
+    assert received(store) == h.bytes_of(old)
+    log = RunLog.open(store)
+    outcomes = [log.version(number).outcome for number in (1, 3)]
+    assert outcomes[0] and outcomes[1] and outcomes[0].digest == outcomes[1].digest
+
+
+def test_all_bit_patterns_survive(rng: np.random.Generator) -> None:
+    """F43: every 16-bit and 8-bit pattern, NaN payloads, -0.0 and infinities of float32 and float64 included."""
+    shapes = {"a": ("BF16", (65536,)), "b": ("F8_E5M2", (256,)), "c": ("F32", (8,)), "d": ("F64", (8,))}
+    odd = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3e38])
+    nan32 = odd.astype("f4").view("u4") | np.uint32(1)
+    model: h.Model = {
+        "a": np.arange(65536, dtype="u2"), "b": np.arange(256).astype("u1"), "c": nan32, "d": odd.view("u8").copy(),
+    }  # fmt: skip
+    source, store = h.ArraySource(model, shapes), h.new_store()
+    with contextlib.closing(Publisher(store, source, threads=2)) as publisher:
+        publisher.publish()
+        for shift in (1, 32768, 65535):
+            for array in model.values():
+                array[:] = np.roll(array, shift)
+            publisher.publish()
+            assert received(store) == h.bytes_of(model)
+
+
+def test_the_same_model_in_a_new_store_is_another_run(rng: np.random.Generator) -> None:
+    source = h.ArraySource(h.random_model(rng, h.SMALL), h.SMALL)
+    stores = [h.new_store() for _ in range(2)]
+    digests = {published(store, source).digest for store in stores}
+    assert len({RunLog.open(store).run for store in stores}) == len(digests) == 2
+
+
+def published(store: h.Store, source: h.ArraySource, **options: Any) -> Published:
+    with contextlib.closing(Publisher(store, source, threads=1, **options)) as publisher:
+        return publisher.publish()
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "says"),
+    [
+        ("a.weight", ("BF16", (33, 40)), r"BF16 \[33, 40\]"),
+        ("a.weight", ("F16", (40, 33)), r"F16 \[40, 33\]"),
+        ("i.weight", None, "no such tensor"),
+        ("z.more", ("U8", (1,)), r"U8 \[1\]"),
+    ],
+    ids=["shape", "dtype", "missing", "more"],
+)
+def test_another_model_is_refused_by_the_tensor(
+    rng: np.random.Generator, name: str, entry: tuple[str, tuple[int, ...]] | None, says: str
+) -> None:
+    chain = h.publish_chain(rng, ())
+    shapes = {**h.MIXED, name: entry} if entry else {n: s for n, s in h.MIXED.items() if n != name}
+    with pytest.raises(BaseMismatch, match=f"{name} .*{says}"):
+        Publisher(chain.store, h.ArraySource(h.random_model(rng, shapes), shapes))
+    assert h.check_linear(chain.store) == [1]
+
+
+# ------------------------------------------------------------------------------------------ failures in the middle
+
+
+class _FailingSource(h.ArraySource):
+    error: Exception | None = None
+
+    @contextmanager
+    def read(self, tensor: int, start: int, stop: int) -> Iterator[Elements]:
+        if self.error and tensor == 2:
+            raise self.error
+        with super().read(tensor, start, stop) as elements:
+            yield elements
+
+
+@pytest.mark.parametrize("error", [ValueError("boom"), StorageFullError("disk full"), MemoryError()], ids=repr)
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_source_that_fails_aborts_the_attempt(rng: np.random.Generator, error: Exception, at: int) -> None:
+    source, store = _FailingSource(h.random_model(rng)), h.new_store()
+    with contextlib.closing(Publisher(store, source, threads=2)) as publisher:
+        for number in range(1, at):
+            assert publisher.publish().version == number
+        h.step(rng, source.model, "some")
+        source.error = error
+        with pytest.raises(type(error)):
+            publisher.publish()
+        outcome = RunLog.open(store).attempt(at).outcome
+        assert outcome is not None
+        assert outcome.decision is Decision.ABORT
+        assert type(error).__name__ in outcome.reason
+        source.error = None
+        assert publisher.publish().version == at + 1
+    assert received(store) == h.bytes_of(source.model)
+
+
+def test_an_interrupt_leaves_an_attempt_that_the_next_publish_closes(rng: np.random.Generator) -> None:
+    """F10: Ctrl-C in the middle does no best effort; the next opener writes ABORT."""
+    source, store = _FailingSource(h.random_model(rng)), h.new_store()
+    with contextlib.closing(Publisher(store, source, threads=1)) as publisher:
+        publisher.publish()
+        source.error = h.Killed()  # type: ignore[assignment]
+        with pytest.raises(h.Killed):
+            publisher.publish()
+        assert RunLog.open(store).attempt(2).open
+        source.error = None
+        assert publisher.publish().version == 3
+    assert h.check_linear(store) == [1, 3]
+    assert received(store) == h.bytes_of(source.model)
+
+
+def test_side_file_names_that_cannot_be_are_an_error_of_ours(rng: np.random.Generator) -> None:
+    source = h.ArraySource(h.random_model(rng, h.SMALL), h.SMALL, {"../evil": b""})
+    with pytest.raises(RefitError):
+        published(h.new_store(), source)
+
+
+class _ForgetsPayloads(h.KillingStore):
+    """Says that payloads are stored, and keeps none (or half) of them."""
+
+    def __init__(self, store: h.Store, keep: float) -> None:
+        super().__init__(store, h.Fuse(1 << 60))
+        self._keep = keep
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        if "/pl/" not in key:
+            super().put(key, data)
+        elif self._keep:
+            super().put(key, bytes(data)[: int(len(data) * self._keep)])
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.5], ids=["gone", "short"])
+@pytest.mark.parametrize("versions", [0, 1])
+def test_a_store_that_loses_payloads_gets_no_commit(rng: np.random.Generator, keep: float, versions: int) -> None:
+    """Rule (4): COMMIT only after every payload was seen at its full length."""
+    store, source = h.new_store(), h.ArraySource(h.random_model(rng))
+    for _ in range(versions):
+        h.published(store, source)
+    h.step(rng, source.model, "some")
+    with pytest.raises(RefitError):
+        h.published(_ForgetsPayloads(store, keep), source)
+    assert h.check_linear(store) == [*range(1, versions + 1)]
+    outcome = RunLog.open(store).attempt(versions + 1).outcome
+    assert outcome is not None
+    assert outcome.decision is Decision.ABORT
+
+
+class _NeverShows(h.KillingStore):
+    """Says that a record exists and never finds it."""
+
+    def __init__(self, store: h.Store, name: str) -> None:
+        super().__init__(store, h.Fuse(1 << 60))
+        self._name = name
+
+    def create(self, key: str, data: bytes) -> None:
+        if key.endswith(self._name):
+            raise AlreadyExistsError("taken")
+        super().create(key, data)
+
+
+@pytest.mark.parametrize("name", ["intent", "p/0", "outcome"])
+def test_a_record_that_exists_and_is_not_found_has_a_deadline(
+    rng: np.random.Generator, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltarefit.runlog.LATE_VISIBILITY_S", 0.1)
+    chain = h.publish_chain(rng, (), h.SMALL)
+    with pytest.raises(UnavailableError, match="unknown" if name == "outcome" else "exists"):
+        h.published(_NeverShows(chain.store, name), chain.source)
+    h.published(chain.store, chain.source)
+    assert received(chain.store) == h.bytes_of(chain.source.model)
+
+
+# ------------------------------------------------------------------------------------------ baselines
+
+
+def seeds(heard: h.Heard) -> int:
+    return sum(event.type == "baseline" and event.phase == "seed" for event in heard.events)
+
+
+def restart(chain: h.Chain, baseline: MemoryBaseline | None, rng: np.random.Generator) -> int:
+    """Publish with a new publisher; how often it loaded an anchor for its baseline."""
+    h.step(rng, chain.source.model, "some")
+    heard = h.Heard()
+    h.published(chain.store, chain.source, baseline=baseline, emit=heard)
+    assert received(chain.store) == h.bytes_of(chain.source.model)
+    return seeds(heard)
+
+
+def baseline_at(chain: h.Chain) -> MemoryBaseline:
+    baseline = MemoryBaseline()
+    h.followed(chain.store, baseline)
+    return baseline
+
+
+def test_a_kept_baseline_is_used_as_it_is(rng: np.random.Generator) -> None:
+    chain = h.publish_chain(rng)
+    assert restart(chain, baseline_at(chain), rng) == 0
+
+
+def test_a_stale_baseline_catches_up_by_deltas(rng: np.random.Generator) -> None:
+    chain = h.publish_chain(rng, ())
+    stale = baseline_at(chain)
+    for kind in ("some", "nothing", "back"):
+        h.step(rng, chain.source.model, kind)
+        h.published(chain.store, chain.source)
+    assert restart(chain, stale, rng) == 0
+
+
+def test_a_missing_baseline_is_rebuilt(rng: np.random.Generator) -> None:
+    assert restart(h.publish_chain(rng), None, rng) == 1
+
+
+def test_a_corrupted_baseline_is_found_and_rebuilt(rng: np.random.Generator) -> None:
+    chain = h.publish_chain(rng)
+    baseline = baseline_at(chain)
+    baseline._arrays[2][7] ^= 128
+    assert restart(chain, baseline, rng) == 1
+
+
+def test_a_baseline_of_another_run_is_rebuilt(rng: np.random.Generator) -> None:
+    chain, other = h.publish_chain(rng), h.publish_chain(rng)
+    assert restart(chain, baseline_at(other), rng) == 1
+
+
+def test_a_baseline_of_another_model_is_refused(rng: np.random.Generator) -> None:
+    chain, other = h.publish_chain(rng, ()), h.publish_chain(rng, (), h.SMALL)
+    with pytest.raises(BaseMismatch):
+        h.published(chain.store, chain.source, baseline=baseline_at(other))
+    assert h.check_linear(chain.store) == [1]
+
+
+def test_the_baseline_holds_the_head_after_every_publish(rng: np.random.Generator) -> None:
+    source, baseline = h.ArraySource(h.random_model(rng)), MemoryBaseline()
+    with contextlib.closing(Publisher(h.new_store(), source, threads=1, baseline=baseline)) as publisher:
+        for kind in ("nothing", "some", "nothing", "all"):
+            h.step(rng, source.model, kind)
+            publisher.publish()
+            assert h.bits(baseline) == h.bytes_of(source.model)
+
+
+def test_an_aborted_attempt_does_not_move_the_baseline(rng: np.random.Generator) -> None:
+    source, baseline = _FailingSource(h.random_model(rng)), MemoryBaseline()
+    with contextlib.closing(Publisher(h.new_store(), source, threads=1, baseline=baseline)) as publisher:
+        publisher.publish()
+        before = h.bits(baseline)
+        h.step(rng, source.model, "all")
+        source.error = ValueError()
+        with pytest.raises(ValueError, match="^$"):
+            publisher.publish()
+        assert h.bits(baseline) == before
+
+
+# ------------------------------------------------------------------------------------------ two publishers
+
+
+def test_racing_publishers_make_one_linear_history(store: h.Store) -> None:
+    """Every version has exactly the bits of the one publish that said so; a loser is told, and may try again."""
+    model = h.random_model(np.random.default_rng(22), h.SMALL)
+    h.published(store, h.ArraySource(model, h.SMALL))
+    run, said, lost = RunLog.open(store).run, dict[int, str](), list[int]()
+
+    def work(seed: int) -> None:
+        rng, source = np.random.default_rng(seed), h.ArraySource(h.copy_of(model), h.SMALL)
+        with contextlib.closing(Publisher(store, source, threads=1)) as publisher:
+            for _ in range(6):
+                h.step(rng, source.model, "some")
+                try:
+                    version = publisher.publish(seed).version
+                except AttemptLostError:
+                    lost.append(seed)
+                else:
+                    assert version not in said
+                    said[version] = str(h.digest_of(run, source.catalog, source.model))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    versions = h.check_linear(store)[1:]
+    assert sorted(said) == versions, "committed and told are not the same"
+    assert len(versions) + len(lost) == 18
+    log = RunLog.open(store)
+    for version, digest in said.items():
+        outcome = log.version(version).outcome
+        assert outcome is not None
+        assert str(outcome.digest) == digest, f"version {version}"
+    check_every_version(store, versions)
+
+
+def check_every_version(store: h.Store, versions: list[int]) -> None:
+    """StrictTarget proves each version's bits against its digest on the way."""
+    heard = h.Heard()
+    h.followed(store, h.StrictTarget(RunLog.open(store).run), emit=heard)
+    assert [e.version for e in heard.events if e.type == "clean"][1:] == versions
+
+
+class _Interposed(h.KillingStore):
+    """Another publisher acts right before (or after) our first create of a key."""
+
+    def __init__(self, store: h.Store, name: str, act: Any, after: bool = False) -> None:
+        super().__init__(store, h.Fuse(1 << 60))
+        self._name, self._act, self._after = name, act, after
+
+    def create(self, key: str, data: bytes) -> None:
+        act, mine = self._act, key.endswith(self._name)
+        if mine:
+            self._act = None
+        if mine and act and not self._after:
+            act()
+        super().create(key, data)
+        if mine and act and self._after:
+            act()
+
+
+@pytest.mark.parametrize(
+    ("name", "after"), [("intent", False), ("intent", True), ("p/0", False), ("p/0", True), ("outcome", False)]
+)
+@pytest.mark.parametrize("versions", [0, 1])
+def test_overtaken_at_every_step(rng: np.random.Generator, name: str, after: bool, versions: int) -> None:
+    """F8 and F9: another publisher closes our attempt, or is first; we are told, and the next publish succeeds."""
+    store, model = h.new_store(), h.random_model(rng, h.SMALL)
+    mine, other = (h.ArraySource(h.copy_of(model), h.SMALL) for _ in range(2))
+    for _ in range(versions):
+        h.published(store, mine)
+    h.step(rng, mine.model, "some")
+    h.step(rng, other.model, "some")
+    between = _Interposed(store, name, lambda: h.published(store, other), after)
+    with contextlib.closing(Publisher(between, mine, threads=1)) as publisher:
+        with pytest.raises(AttemptLostError, match="not committed"):
+            publisher.publish()
+        assert received(store) == h.bytes_of(other.model)
+        version = publisher.publish().version
+    assert h.check_linear(store)[-1] == version
+    assert received(store) == h.bytes_of(mine.model)
+
+
+def test_a_publisher_that_was_away_for_versions_publishes_on_top(rng: np.random.Generator) -> None:
+    """F9: one that slept through others' versions finds the tail and diffs against the new head."""
+    store, model = h.new_store(), h.random_model(rng, h.SMALL)
+    mine, other = (h.ArraySource(h.copy_of(model), h.SMALL) for _ in range(2))
+    with contextlib.closing(Publisher(store, mine, threads=1)) as publisher:
+        publisher.publish()
+        for _ in range(3):
+            h.step(rng, other.model, "some")
+            h.published(store, other)
+        assert publisher.publish().version == 5
+    assert received(store) == h.bytes_of(mine.model)
+
+
+def test_a_wrong_hint_only_costs_time(rng: np.random.Generator) -> None:
+    chain = h.publish_chain(rng, ("some", "some"), h.SMALL)
+    log = RunLog.open(chain.store)
+    for head, anchor in ((0, 0), (1, 1), (3, 3), (99, 99), (2**63, 2**63)):
+        log.put_hint(head, anchor)
+        assert received(chain.store) == h.bytes_of(chain.source.model)
+    for garbage in (b"", b"x" * 200):
+        chain.store.put("head", garbage)
+        assert received(chain.store) == h.bytes_of(chain.source.model)
+    chain.store.delete("head")
+    assert h.published(chain.store, chain.source) == 4
+
+
+def test_versions_that_are_not_there_are_named(rng: np.random.Generator) -> None:
+    chain = h.publish_chain(rng, (), h.SMALL)
+    log = RunLog.open(chain.store)
+    with pytest.raises(NotFoundError, match="attempt 9 is not there"):
+        log.version(9)
+    receiver = Receiver(chain.store, MemoryBaseline(), threads=1)
+    assert receiver.follow(once=True) == 1
+    receiver.close()
