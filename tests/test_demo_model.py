@@ -132,7 +132,7 @@ def test_real_model_knows_a_fact(tmp_path: Path) -> None:
 def test_problems_depend_on_seed_and_batch_only() -> None:
     assert problems(3, 4, 5) == problems(3, 4, 9)[:5]
     assert len({tuple(problems(seed, batch)) for seed in range(3) for batch in range(3)}) == 9
-    assert problems(0, 0, 1) == [Problem("Question: What is 39 - 42?\nAnswer:", " -3")]
+    assert problems(0, 0, 1) == [Problem("Question: What is 52 + 21?\nAnswer:", " 73")]
 
 
 def test_answers_are_right() -> None:

@@ -206,7 +206,7 @@ def test_an_interrupt_leaves_an_attempt_that_the_next_publish_closes(rng: np.ran
 
 def test_side_file_names_that_cannot_be_are_an_error_of_ours(rng: np.random.Generator) -> None:
     source = h.ArraySource(h.random_model(rng, h.SMALL), h.SMALL, {"../evil": b""})
-    with pytest.raises(RefitError):
+    with pytest.raises(UsageError, match="evil"):
         published(h.new_store(), source)
 
 
@@ -423,7 +423,7 @@ def test_overtaken_at_every_step(rng: np.random.Generator, name: str, after: boo
     h.step(rng, other.model, "some")
     between = _Interposed(store, name, lambda: h.published(store, other), after)
     with contextlib.closing(Publisher(between, mine, threads=1)) as publisher:
-        with pytest.raises(AttemptLostError, match="not committed"):
+        with pytest.raises(AttemptLostError):
             publisher.publish()
         assert received(store) == h.bytes_of(other.model)
         version = publisher.publish().version

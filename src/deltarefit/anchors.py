@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from deltarefit.codec import ALL, SET, Delta, check_object, open_payload
-from deltarefit.errors import AlreadyExistsError, FormatError
+from deltarefit.errors import AlreadyExistsError, FormatError, UsageError
 from deltarefit.events import Emit, Event
 from deltarefit.manifest import Anchor, Catalog, FileRef, PayloadRef
 from deltarefit.records import Digest
@@ -36,9 +36,12 @@ def seal_anchor(
 
 
 def _put_file(log: RunLog, version: int, name: str, data: bytes) -> FileRef:
-    sha256 = hashlib.sha256(data).hexdigest()
-    log.store.put(f"{anchor_prefix(version)}file/{sha256}", data)
-    return FileRef(name, sha256, len(data))
+    try:
+        ref = FileRef(name, hashlib.sha256(data).hexdigest(), len(data))
+    except ValueError as error:
+        raise UsageError(str(error), next_step="Rename it or leave it out of the source's files.") from error
+    log.store.put(f"{anchor_prefix(version)}file/{ref.sha256}", data)
+    return ref
 
 
 def read_files(log: RunLog, anchor: Anchor) -> dict[str, bytes]:

@@ -104,7 +104,8 @@ def _encoded(tensor: int, result: Any) -> EncodedDelta | None:
 
 @dataclass
 class PayloadBuilder:
-    """Collects deltas in (tensor, start) order; ``build`` makes the object and its reference."""
+    """Collects deltas in (tensor, start) order; ``build`` makes the object and its reference, once, giving the
+    memory of each stream back as soon as it is compressed."""
 
     rows: list[Row] = field(default_factory=list)
     streams: dict[str, list[_Piece]] = field(default_factory=dict)
@@ -123,15 +124,16 @@ class PayloadBuilder:
 
     def build(self) -> tuple[bytes, PayloadRef]:
         """The payload's bytes and the reference that a manifest carries."""
-        raw = {name: b"".join(pieces) for name, pieces in sorted(self.streams.items())}
-        raw = {name: data for name, data in raw.items() if data}
-        raw[TABLE] = _pack_table(self.rows)
-        packed = {name: np.frombuffer(_compress(data), np.uint8) for name, data in raw.items()}
+        sizes, packed = {}, {}
+        for name in [*sorted(self.streams), TABLE]:
+            raw = _pack_table(self.rows) if name == TABLE else b"".join(self.streams.pop(name))
+            if raw:
+                sizes[name], packed[name] = len(raw), np.frombuffer(_compress(raw), np.uint8)
         data = safetensors.numpy.save(packed, {"deltarefit": PAYLOAD_TAG})
         return data, PayloadRef(
             sha256=hashlib.sha256(data).hexdigest(),
             size=len(data),
-            streams={name: len(stream) for name, stream in raw.items()},
+            streams=sizes,
             deltas=len(self.rows),
             changed=sum(row[3] for row in self.rows),
             pre=self.pre,

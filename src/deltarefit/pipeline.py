@@ -24,7 +24,7 @@ PAYLOAD_BYTES = 32 << 20
 """Payloads are cut when their streams reach this many bytes; compressed they are at most about that large."""
 ENCODE_AHEAD = 4
 """Segments being encoded or waiting, per thread."""
-UPLOADS = 3
+UPLOADS = 2
 """Payloads being compressed or uploaded at a time."""
 
 EncodeSegment = Callable[[Segment], EncodedDelta | None]

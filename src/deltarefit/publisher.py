@@ -12,7 +12,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from deltarefit.anchors import seal_anchor
 from deltarefit.baseline import MemoryBaseline
@@ -279,10 +279,10 @@ class Publisher:
         return found[0].version if found else 0
 
     def _say_baseline(self, event: Event) -> None:
-        if event.type != "progress":
-            self._emit(
-                Event("baseline", event.phase or event.type, event.version, seconds=event.seconds, text=event.text)
-            )
+        if event.type == "progress":
+            self._emit(event)
+        else:
+            self._emit(replace(event, type="baseline", phase=event.phase or event.type))
 
     # ------------------------------------------------------------------------------------ reporting
 

@@ -210,6 +210,7 @@ class Receiver:
         self.target.write_header(action.header)
         if action.header.state is State.CLEAN:
             self._say("clean", version=action.header.version, fields=dict(self._timings))
+            self._timings.clear()
 
     def _do_Pause(self, action: m.Pause) -> None:  # noqa: N802
         self._paused_at = time.perf_counter()
@@ -223,7 +224,6 @@ class Receiver:
 
     def _do_DropStage(self, action: m.DropStage) -> None:  # noqa: N802
         self._kept.clear()
-        self._timings.clear()
         self.target.spool.clear()
 
     def _do_Stage(self, action: m.Stage) -> m.Event:  # noqa: N802

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from deltarefit.ports import Store
 
-RECENT_BYTES = 256 << 20
+RECENT_BYTES = 96 << 20
 
 
 class RecentPayloads:

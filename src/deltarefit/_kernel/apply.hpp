@@ -90,7 +90,7 @@ inline Status preview_as(const Job& job, u64 key, Lanes& before, Lanes& after, u
   return for_each_block<W>(*job.record, *job.pieces, [&](const Block<W>& block) {
     elements.visit(block.positions, block.n, [&](u32 i, u8* at) { live[i] = load<W>(at); });
     for (u32 i = 0; i < block.n; ++i) next[i] = updated(operation, live[i], block.values[i]);
-    digest_pair(block.positions, job.record->start, live, next, block.n, key, before, after);
+    digest_pair(block.positions, job.record->start, live, next, block.n, key, before, after, [] {});
     __builtin_memcpy(out + block.index * sizeof(W), next, block.n * sizeof(W));
   });
 }

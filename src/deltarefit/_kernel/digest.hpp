@@ -78,14 +78,16 @@ inline Lanes digest_sparse(const P* offsets, u64 start, const W* values, u64 n, 
   return sum.total();
 }
 
-// Of two sets of values at the same positions, in one pass; adds to before and after.
-template <class W, class P>
+// Of two sets of values at the same positions, in one pass; adds to before and after. Calls meanwhile() every eight
+// elements or so.
+template <class W, class P, class Meanwhile>
 inline void digest_pair(const P* offsets, u64 start, const W* olds, const W* news, u64 n, u64 key, Lanes& before,
-                        Lanes& after) {
+                        Lanes& after, Meanwhile meanwhile) {
   DigestSum old_sum, new_sum;
   for_positions(
       offsets, start, n, key,
       [&](u64 i, V64 s) {
+        if (i % 8 == 0) meanwhile();
         old_sum.add(s, widened(olds + i));
         new_sum.add(s, widened(news + i));
       },

@@ -40,7 +40,8 @@ inline Status scan(const View& older, const View& newer, u64 start, u64 key, Lan
       news[i] = load<W>(b + offsets[i] * sizeof(W));
     }
     if (sums != nullptr) {
-      digest_pair(offsets, start + at, olds, news, m, key, sums[0], sums[1]);
+      Ahead ahead(a + n * sizeof(W), b + n * sizeof(W));
+      digest_pair(offsets, start + at, olds, news, m, key, sums[0], sums[1], [&] { ahead.ask(); });
     }
     next = at + offsets[m - 1] + 1;
     count += m;

@@ -9,11 +9,23 @@ inline T quotient(T value, u32 planes) {
   return shift >= 8 * sizeof(T) ? T(0) : T(value >> shift);
 }
 
+// Whether one of n <= 64 integers takes more than its one byte of the chain.
+template <class T>
+inline bool any_long(const T* values, u64 n, u32 planes) {
+  T any = 0;
+  for (u64 i = 0; i < n; ++i) any |= T(quotient(values[i], planes) > 254);
+  return any != 0;
+}
+
 // Bytes of a chain beyond one per integer.
 template <class T>
 inline u64 chain_extra(const T* values, u64 n, u32 planes) {
   u64 extra = 0;
-  for (u64 i = 0; i < n; ++i) extra += quotient(values[i], planes) / 255;
+  for (u64 i = 0; i < n; i += 64) {
+    const u64 m = n - i < 64 ? n - i : 64;
+    if (!any_long(values + i, m, planes)) continue;
+    for (u64 j = 0; j < m; ++j) extra += quotient(values[i + j], planes) / 255;
+  }
   return extra;
 }
 
@@ -30,12 +42,9 @@ inline void pack_plane(const T* values, u64 n, u32 plane, u8* out) {
 // Returns the end of what was written. Whole blocks without a quotient above 254 are one narrowing copy.
 template <class T>
 inline u8* pack_chain(const T* values, u64 n, u32 planes, u8* out) {
-  constexpr u64 kBlock = 64;
-  for (u64 i = 0; i < n;) {
-    const u64 m = n - i < kBlock ? n - i : kBlock;
-    T large = 0;
-    for (u64 j = 0; j < m; ++j) large |= T(quotient(values[i + j], planes) > 254);
-    if (!large) {
+  for (u64 i = 0; i < n; i += 64) {
+    const u64 m = n - i < 64 ? n - i : 64;
+    if (!any_long(values + i, m, planes)) {
       for (u64 j = 0; j < m; ++j) out[j] = u8(quotient(values[i + j], planes));
       out += m;
     } else {
@@ -47,7 +56,6 @@ inline u8* pack_chain(const T* values, u64 n, u32 planes, u8* out) {
         *out++ = u8(u64(q) - 255 * full);
       }
     }
-    i += m;
   }
   return out;
 }

@@ -155,24 +155,29 @@ inline u32 emit_bits(u64 mask, u32 base, u32* out) {
 
 #endif
 
-// Asks for the 64 elements one chunk ahead. What is done with a chunk's changes leaves memory idle otherwise, and an
-// address beyond the array does no harm: a prefetch never faults.
-template <class W>
-inline void prefetch_next_chunk(const u8* at) {
-  const std::uintptr_t ahead = reinterpret_cast<std::uintptr_t>(at) + kChunk * sizeof(W);
-  for (u32 line = 0; line < sizeof(W); ++line) __builtin_prefetch(reinterpret_cast<const void*>(ahead + 64 * line));
-}
+// Asks for what follows the current chunk on both sides, a few lines at a time, while its changes are worked on:
+// memory would be idle meanwhile. An address beyond the array does no harm, a prefetch never faults.
+struct Ahead {
+  std::uintptr_t a, b;
+
+  Ahead(const u8* end_of_a, const u8* end_of_b)
+      : a(reinterpret_cast<std::uintptr_t>(end_of_a)), b(reinterpret_cast<std::uintptr_t>(end_of_b)) {}
+
+  void ask() {
+    for (u32 line = 0; line < 4; ++line, a += 64, b += 64) {
+      __builtin_prefetch(reinterpret_cast<const void*>(a));
+      __builtin_prefetch(reinterpret_cast<const void*>(b));
+    }
+  }
+};
 
 // Ascending offsets of the differing elements among n <= kChunk; `out` has room for n + kSlack.
 template <class W>
 inline u32 find_changed(const u8* a, const u8* b, u32 n, u32* out) {
   u32 found = 0;
   u32 i = 0;
-  for (; i + 64 <= n; i += 64) {
-    prefetch_next_chunk<W>(a + i * sizeof(W));
-    prefetch_next_chunk<W>(b + i * sizeof(W));
+  for (; i + 64 <= n; i += 64)
     found += emit_bits(changed_mask<W>(a + i * sizeof(W), b + i * sizeof(W)), i, out + found);
-  }
   return found + emit_bits(changed_tail<W>(a + i * sizeof(W), b + i * sizeof(W), n - i), i, out + found);
 }
 

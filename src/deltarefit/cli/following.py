@@ -13,8 +13,9 @@ from typing import TypeVar
 from deltarefit.cli import options, words
 from deltarefit.cli.output import Output
 from deltarefit.cli.verbs import Call, Terminated, app, verb
-from deltarefit.errors import UnavailableError
+from deltarefit.errors import NotFoundError, UnavailableError
 from deltarefit.events import Emit, Event
+from deltarefit.ports import Store
 from deltarefit.receiver import Receiver
 from deltarefit.runlog import RunLog
 from deltarefit.targets.checkpoint import CheckpointTarget
@@ -48,7 +49,7 @@ def follow(
     objects = call.remote.existing(store)
     with Stop() as stop, call.out.progress() as bars:
         patience = Patience(call.out, stop, endless=not once)
-        patience.run(lambda: RunLog.open(objects))  # before DIR is made: the address may be wrong
+        patience.run(lambda: _await_run(objects, patience))  # before DIR is made: the address may be wrong
         with closing(CheckpointTarget(into)) as target:
             report = Report(call.out, bars, patience)
             receiver = patience.run(lambda: Receiver(objects, target, emit=report, poll_s=poll, prove=not no_prove))
@@ -57,6 +58,16 @@ def follow(
                     patience.run(lambda: receiver.follow(once=once, stop=stop.asked))
                 report.finish(receiver.version or _held(target))
     return 128 + stop.number if once and stop.number else 0
+
+
+def _await_run(objects: Store, patience: Patience) -> None:
+    """Receivers may start before the first publish: without ``--once`` a run that is not there yet is waited for."""
+    try:
+        RunLog.open(objects)
+    except NotFoundError as error:
+        if not patience.endless:
+            raise
+        raise UnavailableError(error.what, next_step="Waiting for the first publish.") from error
 
 
 def _held(target: CheckpointTarget) -> int:
@@ -97,7 +108,7 @@ class Patience:
     def __init__(self, out: Output, stop: Stop, *, endless: bool) -> None:
         self._out = out
         self._stop = stop
-        self._endless = endless
+        self.endless = endless
         self._wait_s = _FIRST_WAIT_S
 
     def restart(self) -> None:
@@ -110,7 +121,7 @@ class Patience:
             try:
                 return work()
             except UnavailableError as error:
-                if not self._endless:
+                if not self.endless:
                     raise
                 self._wait(error)
         return None

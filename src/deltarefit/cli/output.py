@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -65,7 +65,7 @@ class Output:
         if not self.flags.json:
             print(text, flush=True)  # noqa: T201  # stdout is this program's product
 
-    def table(self, table: Table) -> None:
+    def table(self, table: RenderableType) -> None:
         """A table of data, in text mode."""
         if not self.flags.json:
             _Console(width=_WIDE, highlight=False, markup=False).print(table)

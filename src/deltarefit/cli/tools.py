@@ -93,7 +93,7 @@ def bench_codec(call: Call, quick: options.Quick = False, cache: options.Cache =
     """
     codec = _extra("deltarefit.bench.codec")
     result = codec.run(_made(cache), quick, call.out.say)
-    call.out.table(codec.table(result))
+    call.out.table(_extra("deltarefit.bench.report").table(result))
     call.out.final(result)
 
 

@@ -69,7 +69,7 @@ class Result:
                 "density": r.published.density,
                 "step_s": r.step_s,
                 "agreed": r.agreed,
-                **r.receiver,
+                "receiver": r.receiver,
             }
             for r in self.rows
         ]
@@ -112,9 +112,7 @@ class FollowerProcess:
         ready, _, _ = select.select([stdout], [], [], ANSWER_S)
         line = stdout.readline() if ready else ""
         if not line:
-            raise UnavailableError(
-                f"the receiver process did not answer {command}", found=self._process.poll()
-            )
+            raise UnavailableError(f"the receiver process did not answer {command}", found=self._process.poll())
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -151,9 +149,7 @@ def _refits(work: Path, model: Path, say: Callable[[str], None], on_row: Callabl
             published = publisher.publish(step)
             rows.append(Row(published, step_s, follower.ask(do="reach", version=published.version)))
             on_row(rows[-1])
-        say(
-            "Proving: live model and directory against a dense copy, byte by byte, and what they generate ..."
-        )
+        say("Proving: live model and directory against a dense copy, byte by byte, and what they generate ...")
         trainer.save(work / "dense")
         proof = follower.ask(do="prove", dense=str(work / "dense"))
     publisher.close()
