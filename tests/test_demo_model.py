@@ -203,14 +203,35 @@ def test_advantage_decides_the_direction(tiny: Path) -> None:
     for advantage, better in ((1.0, True), (-1.0, False)):
         trainer = Trainer(tiny, 1e-3)
         losses = [trainer.step([Sample(s.prompt, s.completion, advantage) for s in sample])["loss"] for _ in range(3)]
-        likelihood = [loss / advantage for loss in losses]
-        assert (likelihood[-1] < likelihood[0]) is better
+        surprise = [loss / advantage for loss in losses]  # negative log-likelihood
+        assert min(surprise) > 0
+        assert (surprise[-1] < surprise[0]) is better
 
 
 def test_no_advantage_is_an_empty_delta(tiny: Path) -> None:
-    trainer = Trainer(tiny, 1e-5)
+    # A rate at which the least weight decay would show.
+    trainer = Trainer(tiny, 0.1)
     report = trainer.step(graded(problems(0, 0, 2), [" no", " idea"]))
     assert (report["loss"], report["grad_norm"], report["changed"]) == (0.0, 0.0, 0.0)
+
+
+def test_masters_move_by_adamw(tiny: Path) -> None:
+    """Two steps against the textbook formula, in fp64, from the clipped gradients that the trainer used."""
+    trainer, rate = Trainer(tiny, 1e-3), 1e-3
+    name = "model.layers.1.mlp.up_proj.weight"
+    master = trainer._masters[name]
+    expected, first, second = master.double().numpy().copy(), 0.0, 0.0
+    for step in (1, 2):
+        assert trainer.step()["grad_norm"] > 1
+        gradients = [weight.grad.double() for weight in trainer._masters.values()]
+        assert sum(float((g * g).sum()) for g in gradients) ** 0.5 == pytest.approx(1, abs=1e-3)
+        gradient = master.grad.double().numpy()
+        first = 0.9 * first + 0.1 * gradient
+        second = 0.95 * second + 0.05 * gradient**2
+        expected -= rate * first / (1 - 0.9**step) / (np.sqrt(second / (1 - 0.95**step)) + 1e-8)
+        assert float(np.abs(master.double().numpy() - expected).max()) < 1e-4 * rate
+    bits = trainer.bits()[name]
+    assert np.array_equal(bits, master.to(torch.bfloat16).view(torch.uint16).numpy())
 
 
 def test_prompt_and_padding_have_no_loss(tiny: Path) -> None:

@@ -142,9 +142,7 @@ def follow_until_done(store: h.Store, target: h.StrictTarget, heard: h.Heard) ->
 
 
 @pytest.mark.parametrize("kind", [Kind.CORRUPT, Kind.TRUNCATE, Kind.MISSING], ids=lambda k: k.name.lower())
-def test_one_wrong_answer_from_the_store_is_cured_by_a_second_look(
-    chain: h.Chain, run: str, kind: Kind
-) -> None:
+def test_one_wrong_answer_from_the_store_is_cured_by_a_second_look(chain: h.Chain, run: str, kind: Kind) -> None:
     """F13 and F15: a damaged, short or late object is fetched again before anybody gives up. A record that nothing
     has promised may be missing in truth."""
     wrong: list[str] = []

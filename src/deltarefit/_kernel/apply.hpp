@@ -10,17 +10,25 @@ class Elements {
     if (job.array->contiguous()) base_ = job.array->data + job.first * sizeof(W);
   }
 
-  // Calls use(i, address) for i in 0 .. n-1.
+  // Calls use(i, address) for each position of the block, i from 0.
   template <class Use>
-  void visit(const u64* positions, u32 n, Use use) {
-    if (base_ != nullptr) {
+  void visit(const Block<W>& block, Use use) {
+    const u64* offsets = block.offsets;
+    const u32 n = block.n;
+    if (base_ == nullptr) {
+      for (u32 i = 0; i < n; ++i) use(i, walker_.at(first_ + block.base + offsets[i]));
+      return;
+    }
+    u8* base = base_ + block.base * sizeof(W);
+    if (block.dense()) {
+      base += offsets[0] * sizeof(W);
+      for (u32 i = 0; i < n; ++i) use(i, base + i * sizeof(W));
+    } else {
       for (u32 i = 0; i < n; ++i) {
         // Hardware only sees the next line coming where changes are dense.
-        __builtin_prefetch(base_ + positions[i + kAhead < n ? i + kAhead : n - 1] * sizeof(W), 1);
-        use(i, base_ + positions[i] * sizeof(W));
+        __builtin_prefetch(base + offsets[i + kAhead < n ? i + kAhead : n - 1] * sizeof(W), 1);
+        use(i, base + offsets[i] * sizeof(W));
       }
-    } else {
-      for (u32 i = 0; i < n; ++i) use(i, walker_.at(first_ + positions[i]));
     }
   }
 
@@ -44,11 +52,11 @@ inline Status apply_as(const Job& job) {
   return for_each_block<W>(*job.record, *job.pieces, [&](const Block<W>& block) {
     const W* values = block.values;
     if (operation == kXor)
-      elements.visit(block.positions, block.n, [&](u32 i, u8* at) { store<W>(at, W(load<W>(at) ^ values[i])); });
+      elements.visit(block, [&](u32 i, u8* at) { store<W>(at, W(load<W>(at) ^ values[i])); });
     else if (operation == kAdd)
-      elements.visit(block.positions, block.n, [&](u32 i, u8* at) { store<W>(at, W(load<W>(at) + values[i])); });
+      elements.visit(block, [&](u32 i, u8* at) { store<W>(at, W(load<W>(at) + values[i])); });
     else
-      elements.visit(block.positions, block.n, [&](u32 i, u8* at) { store<W>(at, values[i]); });
+      elements.visit(block, [&](u32 i, u8* at) { store<W>(at, values[i]); });
   });
 }
 
@@ -59,7 +67,7 @@ inline Status apply_values_as(const Job& job, const View& values) {
   u8 copy[kBlock * sizeof(W)];
   return for_each_block<W>(*job.record, *job.pieces, [&](const Block<W>& block) {
     const u8* from = reader.next(block.n, copy);
-    elements.visit(block.positions, block.n, [&](u32 i, u8* at) { store<W>(at, load<W>(from + i * sizeof(W))); });
+    elements.visit(block, [&](u32 i, u8* at) { store<W>(at, load<W>(from + i * sizeof(W))); });
   });
 }
 
@@ -68,7 +76,7 @@ inline Status gather_as(const Job& job, u8* out) {
   Elements<W> elements(job);
   return for_each_block<W>(*job.record, *job.pieces, [&](const Block<W>& block) {
     u8* to = out + block.index * sizeof(W);
-    elements.visit(block.positions, block.n, [&](u32 i, u8* at) { store<W>(to + i * sizeof(W), load<W>(at)); });
+    elements.visit(block, [&](u32 i, u8* at) { store<W>(to + i * sizeof(W), load<W>(at)); });
   });
 }
 
@@ -77,8 +85,8 @@ inline Status sums_as(const Job& job, u64 key, Lanes& out) {
   Elements<W> elements(job);
   W live[kBlock];
   return for_each_block<W>(*job.record, *job.pieces, [&](const Block<W>& block) {
-    elements.visit(block.positions, block.n, [&](u32 i, u8* at) { live[i] = load<W>(at); });
-    out = out + digest_sparse(block.positions, job.record->start, live, block.n, key);
+    elements.visit(block, [&](u32 i, u8* at) { live[i] = load<W>(at); });
+    out = out + digest_sparse(block.offsets, job.record->start + block.base, live, block.n, key);
   });
 }
 
@@ -88,9 +96,9 @@ inline Status preview_as(const Job& job, u64 key, Lanes& before, Lanes& after, u
   const u32 operation = Code::unpack(job.record->code).operation;
   W live[kBlock], next[kBlock];
   return for_each_block<W>(*job.record, *job.pieces, [&](const Block<W>& block) {
-    elements.visit(block.positions, block.n, [&](u32 i, u8* at) { live[i] = load<W>(at); });
+    elements.visit(block, [&](u32 i, u8* at) { live[i] = load<W>(at); });
     for (u32 i = 0; i < block.n; ++i) next[i] = updated(operation, live[i], block.values[i]);
-    digest_pair(block.positions, job.record->start, live, next, block.n, key, before, after, [] {});
+    digest_pair(block.offsets, job.record->start + block.base, live, next, block.n, key, before, after, [] {});
     __builtin_memcpy(out + block.index * sizeof(W), next, block.n * sizeof(W));
   });
 }

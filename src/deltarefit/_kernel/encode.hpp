@@ -151,9 +151,13 @@ inline Status pack_values(const Changes<W, G>& changes, const ValuePlan& plan, S
   code.operation = plan.operation;
   code.packing = plan.packing;
   code.value_planes = plan.planes;
-  if (!scratch.work[0].grow(changes.count * sizeof(W), 0)) return no_memory();
-  W* stored = scratch.work[0].as<W>();
-  stored_values(plan.operation, changes.gaps != nullptr, changes.olds, changes.news, changes.count, stored);
+  const W* stored = changes.news;
+  if (plan.operation != kSet) {
+    if (!scratch.work[0].grow(changes.count * sizeof(W), 0)) return no_memory();
+    stored = scratch.work[0].as<W>();
+    stored_values(plan.operation, changes.gaps != nullptr, changes.olds, changes.news, changes.count,
+                  scratch.work[0].as<W>());
+  }
   if (plan.packing == kPlanes)
     return packer.array(value_role(plan.operation), stored, changes.count, code.value_planes, false,
                         record.value_chain);

@@ -43,7 +43,8 @@ struct DeltaArg {
   u32 width() const { return Code::unpack(record.code).width(); }
 };
 
-// A delta and the array it belongs to, checked and validated.
+// A delta and the array it belongs to. Before an array is written, the whole delta is validated; readers find errors
+// on the way and raise then.
 struct JobArg {
   DeltaArg delta;
   ArrayArg array;
@@ -59,7 +60,8 @@ struct JobArg {
       raise_unless_ok(wrong("array does not hold the delta's range from first", delta.record.length,
                             first > numel ? 0 : numel - first));
     job = Job{&delta.record, &delta.pieces, &array.view, first};
-    without_gil([&] { return current_level().validate(delta.record, delta.pieces); });
+    if (access == ArrayArg::kWrite)
+      without_gil([&] { return current_level().validate(delta.record, delta.pieces); });
   }
 };
 
@@ -154,8 +156,6 @@ void validate(nb::handle record, nb::handle slices) {
 
 nb::tuple decode(nb::handle record, nb::handle slices) {
   DeltaArg delta(record, slices);
-  // Nothing of the stated count is allocated before the slices have proven it.
-  without_gil([&] { return current_level().validate(delta.record, delta.pieces); });
   u8 *positions, *values;
   nb::object position_array = new_array(delta.record.count, 8, &positions);
   nb::object value_array = new_array(delta.record.count, delta.width(), &values);

@@ -87,7 +87,7 @@ Status decode(const Record& record, const Pieces& pieces, u64* positions, u8* va
   return by_width(width_of(record), [&](auto w) {
     using W = decltype(w);
     return for_each_block<W>(record, pieces, [&](const Block<W>& block) {
-      __builtin_memcpy(positions + block.index, block.positions, block.n * sizeof(u64));
+      for (u32 i = 0; i < block.n; ++i) positions[block.index + i] = block.base + block.offsets[i];
       __builtin_memcpy(values + block.index * sizeof(W), block.values, block.n * sizeof(W));
     });
   });

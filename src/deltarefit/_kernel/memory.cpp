@@ -5,7 +5,7 @@
 namespace deltarefit {
 namespace {
 
-constexpr u64 kKeepBytes = u64(16) << 20;
+constexpr u64 kKeepBytes = u64(32) << 20;
 
 }  // namespace
 
@@ -13,8 +13,8 @@ Buffer::~Buffer() { std::free(data_); }
 
 bool Buffer::grow(u64 bytes, u64 used) {
   if (bytes <= capacity_) return true;
-  // Half as much again keeps the number of moves small; realloc moves large blocks by page tables.
-  u64 wanted = capacity_ + capacity_ / 2;
+  // For a block that fills bit by bit, half as much again keeps the number of moves small.
+  u64 wanted = used == 0 ? bytes : capacity_ + capacity_ / 2;
   if (wanted < bytes) wanted = bytes;
   if (wanted < 4096) wanted = 4096;
   if (wanted > (u64(1) << 62)) return false;

@@ -9,23 +9,27 @@ inline T quotient(T value, u32 planes) {
   return shift >= 8 * sizeof(T) ? T(0) : T(value >> shift);
 }
 
-// Whether one of n <= 64 integers takes more than its one byte of the chain.
+// Quotients of 64 integers as bytes, 255 for all above 254; returns which are.
 template <class T>
-inline bool any_long(const T* values, u64 n, u32 planes) {
-  T any = 0;
-  for (u64 i = 0; i < n; ++i) any |= T(quotient(values[i], planes) > 254);
-  return any != 0;
+inline u64 saturated(const T* values, u32 planes, u8* out) {
+  for (u32 i = 0; i < 64; ++i) {
+    const T q = quotient(values[i], planes);
+    out[i] = u8(q < 255 ? q : T(255));
+  }
+  return equal_bytes_mask(out, 255);
 }
 
 // Bytes of a chain beyond one per integer.
 template <class T>
 inline u64 chain_extra(const T* values, u64 n, u32 planes) {
   u64 extra = 0;
-  for (u64 i = 0; i < n; i += 64) {
-    const u64 m = n - i < 64 ? n - i : 64;
-    if (!any_long(values + i, m, planes)) continue;
-    for (u64 j = 0; j < m; ++j) extra += quotient(values[i + j], planes) / 255;
+  u64 i = 0;
+  u8 bytes[64];
+  for (; i + 64 <= n; i += 64) {
+    if (saturated(values + i, planes, bytes) == 0) continue;
+    for (u64 j = 0; j < 64; ++j) extra += quotient(values[i + j], planes) / 255;
   }
+  for (; i < n; ++i) extra += quotient(values[i], planes) / 255;
   return extra;
 }
 
@@ -39,32 +43,42 @@ inline void pack_plane(const T* values, u64 n, u32 plane, u8* out) {
   for (u64 i = 0; i < n; ++i) out[i] = u8(values[i] >> shift);
 }
 
-// Returns the end of what was written. Whole blocks without a quotient above 254 are one narrowing copy.
+template <class T>
+inline u8* pack_quotient(T value, u32 planes, u8* out) {
+  const u64 q = quotient(value, planes);
+  const u64 full = q / 255;
+  if (full != 0) __builtin_memset(out, 255, full);
+  out[full] = u8(q - 255 * full);
+  return out + full + 1;
+}
+
+// Returns the end of what was written.
 template <class T>
 inline u8* pack_chain(const T* values, u64 n, u32 planes, u8* out) {
-  for (u64 i = 0; i < n; i += 64) {
-    const u64 m = n - i < 64 ? n - i : 64;
-    if (!any_long(values + i, m, planes)) {
-      for (u64 j = 0; j < m; ++j) out[j] = u8(quotient(values[i + j], planes));
-      out += m;
+  u64 i = 0;
+  for (; i + 64 <= n; i += 64) {
+    if (saturated(values + i, planes, out) == 0) {
+      out += 64;
     } else {
-      for (u64 j = 0; j < m; ++j) {
-        const T q = quotient(values[i + j], planes);
-        const u64 full = u64(q) / 255;
-        __builtin_memset(out, 255, full);
-        out += full;
-        *out++ = u8(u64(q) - 255 * full);
-      }
+      for (u64 j = 0; j < 64; ++j) out = pack_quotient(values[i + j], planes, out);
     }
   }
+  for (; i < n; ++i) out = pack_quotient(values[i], planes, out);
   return out;
 }
 
-// All planes of an array, one behind the other; returns the end. The chain's length is n + chain_extra.
+// All planes of an array, one behind the other; returns the end. The chain's length is n + chain_extra. A part of the
+// values goes to all planes while it is in the first-level cache.
 template <class T>
 inline u8* pack_array(const T* values, u64 n, u32 planes, u8* out) {
-  for (u32 plane = 0; plane + 1 < planes; ++plane, out += n) pack_plane(values, n, plane, out);
-  return pack_chain(values, n, planes, out);
+  constexpr u64 kPart = 4096;
+  u8* chain = out + n * (planes - 1);
+  for (u64 i = 0; i < n; i += kPart) {
+    const u64 m = n - i < kPart ? n - i : kPart;
+    for (u32 plane = 0; plane + 1 < planes; ++plane) pack_plane(values + i, m, plane, out + n * plane + i);
+    chain = pack_chain(values + i, m, planes, chain);
+  }
+  return chain;
 }
 
 // Two-bit codes of n values to ceil(n / 4) bytes; what exceeds code 2 goes to `escapes` less 3. Returns how many do.

@@ -28,10 +28,17 @@ class ArrayCursor {
   Status next(u32 n, T* out) {
     if (n > left_) return wrong("array ends too early", n, left_);
     left_ -= n;
-    DR_TRY(next_quotients(n, out));
     const u32 top = planes_ - 1;
-    if (top != 0 && top < sizeof(T))
-      for (u32 i = 0; i < n; ++i) out[i] = T(out[i] << (8 * top));
+    const u64 most = top >= sizeof(T) ? 0 : u64(T(~T(0))) >> (8 * top);
+    if (most >= 254 && u64(end_ - chain_) >= n && !has_255(chain_, n)) {
+      const u8* chain = chain_;
+      for (u32 i = 0; i < n; ++i) out[i] = T(T(chain[i]) << (8 * top));
+      chain_ += n;
+    } else {
+      DR_TRY(next_quotients(n, most, out));
+      if (top != 0 && top < sizeof(T))
+        for (u32 i = 0; i < n; ++i) out[i] = T(out[i] << (8 * top));
+    }
     for (u32 j = 0; j < top; ++j) DR_TRY(add_plane(j, n, out));
     return {};
   }
@@ -57,14 +64,13 @@ class ArrayCursor {
   }
 
   template <class T>
-  Status next_quotients(u32 n, T* out) {
-    const u32 top = planes_ - 1;
-    const u64 most = top >= sizeof(T) ? 0 : u64(T(~T(0))) >> (8 * top);
+  Status next_quotients(u32 n, u64 most, T* out) {
+    constexpr u32 kStep = 64;
     for (u32 i = 0; i < n;) {
-      const u32 m = n - i < 32 ? n - i : 32;
-      if (m == 32 && most >= 254 && end_ - chain_ >= 32 && !has_255(chain_)) {
-        for (u32 j = 0; j < 32; ++j) out[i + j] = chain_[j];
-        chain_ += 32;
+      const u32 m = n - i < kStep ? n - i : kStep;
+      if (m == kStep && most >= 254 && u64(end_ - chain_) >= kStep && !has_255(chain_, kStep)) {
+        for (u32 j = 0; j < kStep; ++j) out[i + j] = chain_[j];
+        chain_ += kStep;
       } else {
         for (u32 j = 0; j < m; ++j) {
           u64 q = 0;
@@ -87,9 +93,11 @@ class ArrayCursor {
     }
   }
 
-  static bool has_255(const u8* at) {
-    u8 any = 0;
-    for (u32 j = 0; j < 32; ++j) any |= u8(at[j] == 255);
+  static bool has_255(const u8* at, u32 n) {
+    u64 any = 0;
+    u32 i = 0;
+    for (; i + 64 <= n; i += 64) any |= equal_bytes_mask(at + i, 255);
+    for (; i < n; ++i) any |= at[i] == 255;
     return any != 0;
   }
 
@@ -106,7 +114,7 @@ inline Status check_sane(const u64* values, u32 n) {
   return all < kSaneGap ? Status{} : wrong("position beyond the delta");
 }
 
-// Listed positions in ascending order.
+// Listed positions in ascending order, as `base` plus offsets that ascend within the block.
 class PositionReader {
  public:
   PositionReader(const Record& record, const Code& code, const Piece* pieces)
@@ -115,10 +123,13 @@ class PositionReader {
     lengths_ = ArrayCursor(pieces + code.gap_planes, code.run_planes, record.runs);
   }
 
-  Status next(u32 n, u64* out) {
-    if (kind_ == kGaps) return next_single(n, out);
-    if (kind_ == kRuns) return next_in_runs(n, out);
-    for (u32 i = 0; i < n; ++i) out[i] = next_ + i;
+  // `offsets` is the same array in every call, of kBlock entries.
+  Status next(u32 n, u64& base, u64* offsets) {
+    base = next_;
+    if (kind_ == kGaps) return next_single(n, offsets);
+    if (kind_ == kRuns) return next_in_runs(n, base, offsets);
+    if (next_ == 0)
+      for (u32 i = 0; i < kBlock; ++i) offsets[i] = i;
     next_ += n;
     return {};
   }
@@ -132,24 +143,24 @@ class PositionReader {
  private:
   static constexpr u32 kRunBlock = 64;
 
-  Status next_single(u32 n, u64* out) {
-    DR_TRY(gaps_.next(n, out));
-    DR_TRY(check_sane(out, n));
-    u64 next = next_;
+  Status next_single(u32 n, u64* offsets) {
+    DR_TRY(gaps_.next(n, offsets));
+    DR_TRY(check_sane(offsets, n));
+    u64 next = 0;
     for (u32 i = 0; i < n; ++i) {
-      const u64 position = next + out[i];
-      out[i] = position;
-      next = position + 1;
+      offsets[i] += next;
+      next = offsets[i] + 1;
     }
-    next_ = next;
-    return next <= length_ ? Status{} : wrong("position beyond the delta", length_, next - 1);
+    next_ += next;
+    return next_ <= length_ ? Status{} : wrong("position beyond the delta", length_, next_ - 1);
   }
 
-  Status next_in_runs(u32 n, u64* out) {
+  Status next_in_runs(u32 n, u64 base, u64* offsets) {
     for (u32 i = 0; i < n;) {
       if (in_run_ == 0) DR_TRY(next_run());
       const u32 m = in_run_ < n - i ? u32(in_run_) : n - i;
-      for (u32 j = 0; j < m; ++j) out[i + j] = next_ + j;
+      const u64 first = next_ - base;
+      for (u32 j = 0; j < m; ++j) offsets[i + j] = first + j;
       next_ += m;
       in_run_ -= m;
       i += m;
@@ -217,8 +228,9 @@ class ValueReader {
     alignas(64) u8 codes[kBlock];
     const u32 bytes = (n + 3) / 4;
     if (n % 4 != 0 && codes_[n / 4] >> (2 * (n % 4)) != 0) return wrong("padding of the two-bit codes is not zero");
+    const u8* packed = codes_;
     for (u32 i = 0; i < bytes; ++i) {
-      const u32 four = codes_[i];
+      const u32 four = packed[i];
       store<u32>(codes + 4 * i, (four | four << 6 | four << 12 | four << 18) & 0x03030303u);
     }
     codes_ += bytes;
@@ -266,12 +278,16 @@ class ValueReader {
   ArrayCursor array_;
 };
 
+// Positions base + offsets[i] and their values.
 template <class W>
 struct Block {
   u32 n;
   u64 index;  // of the first among the listed positions
-  const u64* positions;
+  u64 base;
+  const u64* offsets;
   const W* values;
+
+  bool dense() const { return offsets[n - 1] - offsets[0] == n - 1; }
 };
 
 // Calls use(block) for all listed positions in order, then checks that every slice is used up.
@@ -280,13 +296,13 @@ inline Status for_each_block(const Record& record, const Pieces& pieces, Use use
   const Code code = Code::unpack(record.code);
   PositionReader position_reader(record, code, pieces.items);
   ValueReader<W> value_reader(record, code, pieces.items + code.gap_planes + code.run_planes);
-  u64 positions[kBlock];
+  u64 base, offsets[kBlock];
   W values[kBlock];
   for (u64 done = 0; done < record.count;) {
     const u32 n = u32(record.count - done < kBlock ? record.count - done : kBlock);
-    DR_TRY(position_reader.next(n, positions));
+    DR_TRY(position_reader.next(n, base, offsets));
     DR_TRY(value_reader.next(n, values));
-    use(Block<W>{n, done, positions, values});
+    use(Block<W>{n, done, base, offsets, values});
     done += n;
   }
   DR_TRY(position_reader.finish());

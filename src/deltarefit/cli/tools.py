@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rich.table import Table
 
 import deltarefit
 from deltarefit import _kernel
@@ -107,6 +108,9 @@ def demo(call: Call, quick: options.Quick = False, cache: options.Cache = None) 
     """
     demonstration = _extra("deltarefit.demo.run")
     result = demonstration.run(_made(cache), quick, call.out.say, lambda row: _say_row(call, row))
+    call.out.table(_demo_table(result.rows))
+    for name, good in result.parts().items():
+        call.out.data(f"{'yes' if good else 'NO '} {name}")
     word = "equal" if result.equal else "differ"
     call.out.result(word, {"result": word, **result.plain()})
     return 0 if result.equal else DIFFERENT
@@ -114,14 +118,33 @@ def demo(call: Call, quick: options.Quick = False, cache: options.Cache = None) 
 
 def _say_row(call: Call, row: Any) -> None:
     done: Published = row.published
-    dense, wire = words.size(done.dense_bytes), words.size(done.wire_bytes)
     smaller = words.times(done.dense_bytes, done.wire_bytes)
-    spent = ", ".join(f"{phase} {words.seconds(value)}" for phase, value in row.receiver["seconds"].items())
-    call.out.data(
-        f"version {done.version}: density {words.percent(done.density)}, {wire} for {dense} ({smaller} times "
-        f"smaller), published in {words.seconds(done.seconds['total'])}, received in {spent}; "
-        f"digests {'agree' if row.agreed else 'DIFFER'}"
+    pause = words.seconds(row.receiver["seconds"]["pause"])
+    call.out.say(
+        f"Version {done.version}: {words.size(done.wire_bytes)} for {words.size(done.dense_bytes)} "
+        f"({smaller} times smaller), pause {pause}"
     )
+
+
+def _demo_table(rows: Sequence[Any]) -> Table:
+    """One line per version; stages in milliseconds."""
+    stages = ("stage", "pause", "write", "verify")
+    names = ("version", "density", "dense MB", "wire MB", "times smaller", "step ms", "encode ms", "publish ms")
+    table = columns(*names, *(f"{stage} ms" for stage in stages), "digest agreed")
+    for row in rows:
+        done: Published = row.published
+        spent = [row.step_s, done.seconds["encode"], done.seconds["total"]]
+        spent += [row.receiver["seconds"].get(stage, 0.0) for stage in stages]
+        table.add_row(
+            str(done.version),
+            words.percent(done.density),
+            words.megabytes(done.dense_bytes),
+            words.megabytes(done.wire_bytes),
+            words.times(done.dense_bytes, done.wire_bytes),
+            *(f"{1000 * value:,.0f}" if value else "-" for value in spent),
+            "yes" if row.agreed else "NO",
+        )
+    return table
 
 
 def _made(cache: Path | None) -> Path:
