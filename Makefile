@@ -25,12 +25,12 @@ fuzz:
 	fuzz/run.sh $(or $(SECONDS),60)
 
 lint: $(VENV)/.lint
-	$(BIN)/ruff check src tests bench
-	$(BIN)/ruff format --check src tests bench
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
 
 format: $(VENV)/.lint
-	$(BIN)/ruff format src tests bench
-	$(BIN)/ruff check --fix src tests bench
+	$(BIN)/ruff format src tests
+	$(BIN)/ruff check --fix src tests
 
 types: $(VENV)/.lint
 	$(BIN)/mypy

@@ -20,7 +20,14 @@ from deltarefit.records import Digest
 
 RUN, CATALOG, SHA = "ab" * 16, "cd" * 32, "{:064x}"
 Bits = tuple[int, ...]
-W: dict[int, Bits] = {0: (9, 9, 9, 9), 1: (0, 0, 0, 0), 2: (1, 2, 0, 5), 4: (0, 2, 3, 5), 5: (0, 2, 3, 5), 6: (1, 0, 3, 6)}
+W: dict[int, Bits] = {
+    0: (9, 9, 9, 9),
+    1: (0, 0, 0, 0),
+    2: (1, 2, 0, 5),
+    4: (0, 2, 3, 5),
+    5: (0, 2, 3, 5),
+    6: (1, 0, 3, 6),
+}
 ABORTED = 3
 LAST = 6
 GROUPS = ((0, 1), (2, 3))
@@ -158,9 +165,7 @@ def payload_step(world: World, action: m.Action, rest: tuple[m.Action, ...]) -> 
     return write(world, rest, prims, lambda w: m.Written(tuple(sums(w.bits, g) for g in groups)))
 
 
-def write(
-    world: World, rest: tuple[m.Action, ...], prims: list[Prim], answer: Callable[[World], m.Event]
-) -> World:
+def write(world: World, rest: tuple[m.Action, ...], prims: list[Prim], answer: Callable[[World], m.Event]) -> World:
     if world.prims is None:
         loads = world.loads + isinstance(world.queue[0], m.LoadAnchor)
         world = replace(world, prims=tuple(prims), loads=loads)

@@ -114,7 +114,7 @@ def test_the_oracle_reads_the_same_payload(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["some", "block", "nudge"])
 def test_payloads_of_the_oracle_are_read(pool: ThreadPoolExecutor, kind: str) -> None:
-    """Every choice of positions, operation and packing that the format allows, not only those that the encoder takes."""
+    """Every choice of positions, operation and packing that the format allows, not only what the encoder takes."""
     old, new = changes(6, kind)
     for choice in choices():
         builder = PayloadBuilder()
@@ -445,8 +445,8 @@ def test_not_a_safetensors_file_of_bytes(parts: Parts) -> None:
         with pytest.raises(FormatError, match="safetensors"):
             open_payload(junk, named(junk, parts.ref), CATALOG)
     frames = {name: np.frombuffer(frame, np.uint8) for name, frame in parts.frames().items()}
-    for change in (lambda a: a.view(np.int8), lambda a: a.reshape(1, -1)):
-        data = safetensors.numpy.save({**frames, "table": change(frames["table"])})
+    for wrong in (frames["table"].view(np.int8), frames["table"].reshape(1, -1)):
+        data = safetensors.numpy.save({**frames, "table": wrong})
         with pytest.raises(FormatError, match="not a byte stream"):
             open_payload(data, named(data, parts.ref), CATALOG)
 

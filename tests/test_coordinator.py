@@ -293,7 +293,7 @@ def test_what_is_not_there_yet_cannot_be_created() -> None:
         mine(phase=Phase.COMMITTING).on(m.AttemptRead(m.Attempt(2)))
 
 
-# ------------------------------------------------------------------------------------------ records that belong together
+# ------------------------------------------------------------------------------------------ records that go together
 
 
 def broken(**fields: Any) -> m.Attempt:
@@ -338,6 +338,9 @@ Log = tuple[m.Attempt, ...]
 """Attempts 1, 2, ... of an abstract store; create-once is kept by ``place``."""
 
 
+NONE = Digest()
+
+
 @dataclass(frozen=True)
 class Duel:
     """Two coordinators on one log; ``lost`` answers and ``failed`` encodings so far."""
@@ -349,7 +352,7 @@ class Duel:
     failed: int = 0
 
 
-def start(log: Log, number: int = 1, base: int = 0, digest: Digest = Digest()) -> Duel:
+def start(log: Log, number: int = 1, base: int = 0, digest: Digest = NONE) -> Duel:
     pairs = [Coordinator(RUN, nonce, number=number, base=base, digest=digest).start() for nonce in ("A", "B")]
     return Duel(log, (pairs[0][0], pairs[1][0]), (pairs[0][1], pairs[1][1]))
 
@@ -368,10 +371,11 @@ def place(log: Log, action: m.Action) -> Log | None:
         assert isinstance(action, m.CreateOutcome)
         number, name, record = action.outcome.attempt, "outcome", action.outcome  # type: ignore[assignment]
     there = find(log, number)
+    fields: dict[str, Any] = {name: record}
     if getattr(there, name) is not None:
         return None
     assert number <= len(log) + 1, "rule 1: a gap in the log"
-    return (*log[: number - 1], replace(there, **{name: record}), *log[number:])
+    return (*log[: number - 1], replace(there, **fields), *log[number:])
 
 
 def put(pair: tuple[Any, Any], who: int, value: Any) -> tuple[Any, Any]:
@@ -459,7 +463,7 @@ def explore(begin: Duel, losses: int, failures: int) -> tuple[int, set[tuple[Pha
 
 FIRST = attempt(1, "old", 0, "commit")
 assert FIRST.outcome
-AFTER_FIRST = {"number": 2, "base": 1, "digest": FIRST.outcome.digest}
+AFTER_FIRST: dict[str, Any] = {"number": 2, "base": 1, "digest": FIRST.outcome.digest}
 LEFT_OPEN = attempt(2, "dead", 1, "sealed", FIRST.outcome.digest)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ KEY = tensor_key(RUN, "w")
 
 
 def bits(seed: int, width: int, size: int) -> Elements:
-    return np.random.default_rng(seed).integers(0, (1 << 8 * width) - 1, size, f"u{width}", endpoint=True)  # type: ignore[no-any-return]
+    rng, most = np.random.default_rng(seed), (1 << 8 * width) - 1
+    return np.asarray(rng.integers(0, most, size, f"u{width}", endpoint=True))
 
 
 @given(
@@ -51,7 +53,7 @@ def test_keys_are_what_the_format_page_says() -> None:
 def test_adds_up_over_any_cutting(seed: int, width: int, cuts: list[int]) -> None:
     array = bits(seed, width, 3000)
     edges = [0, *sorted(cuts), 3000]
-    pieces = [array_digest(array[a:b], 7 + a, KEY) for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [array_digest(array[a:b], 7 + a, KEY) for a, b in itertools.pairwise(edges)]
     assert sum(pieces, Digest()) == array_digest(array, 7, KEY)
 
 

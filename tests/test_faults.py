@@ -13,12 +13,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from deltarefit import MemoryBaseline, Publisher
+from deltarefit import MemoryBaseline, Publisher, Receiver
 from deltarefit.errors import AttemptLostError, RefitError, UnavailableError
 from deltarefit.manifest import State
+from deltarefit.ports import Store
 from deltarefit.runlog import RunLog
 from deltarefit.stores.wrappers import Fault, Faulty, Kind
 from tests import helpers as h
+from tests import killing as k
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +49,9 @@ def nth(kind: Kind, at: int, verb: str = "*") -> Fault:
 TearRng = np.random.Generator | None
 
 
-def die(store: h.Store, target: h.StrictTarget, fuse: h.Fuse, tear: TearRng, threads: int = 1) -> h.KillingTarget:
-    dying = h.KillingTarget(target, fuse, tear)
-    with contextlib.suppress(h.Killed):
+def die(store: Store, target: h.StrictTarget, fuse: k.Fuse, tear: TearRng, threads: int = 1) -> k.KillingTarget:
+    dying = k.KillingTarget(target, fuse, tear)
+    with contextlib.suppress(k.Killed):
         h.followed(store, dying, threads=threads)
     return dying
 
@@ -73,7 +75,7 @@ def check_recovers(chain: h.Chain, target: h.StrictTarget, where: str) -> h.Hear
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_receiver_killed_at_any_call_recovers(chain: h.Chain, run: str, after: bool) -> None:
-    for fuse in h.fuses(after):
+    for fuse in k.fuses(after):
         target = h.StrictTarget(run)
         die(chain.store, target, fuse, None)
         check_recovers(chain, target, f"call {fuse.at}")
@@ -82,7 +84,7 @@ def test_a_receiver_killed_at_any_call_recovers(chain: h.Chain, run: str, after:
 
 def test_a_receiver_killed_in_any_write_recovers(chain: h.Chain, run: str) -> None:
     rng, torn, tore = np.random.default_rng(2), 0, 0
-    for fuse in h.fuses(after=True):
+    for fuse in k.fuses(after=True):
         target = h.StrictTarget(run)
         tore += die(chain.store, target, fuse, rng).tore
         torn += check_recovers(chain, target, f"call {fuse.at}")["torn"]
@@ -93,7 +95,7 @@ def test_a_receiver_killed_in_any_write_recovers(chain: h.Chain, run: str) -> No
 def test_power_loss_at_any_call_loses_no_version(chain: h.Chain, run: str) -> None:
     """As before, and what the target had not flushed is lost in part."""
     rng = np.random.default_rng(3)
-    for fuse in h.fuses(after=True):
+    for fuse in k.fuses(after=True):
         target = h.StrictTarget(run)
         die(chain.store, target, fuse, rng)
         target.crash(rng)
@@ -105,7 +107,7 @@ def test_a_receiver_killed_again_and_again_recovers(chain: h.Chain, run: str, se
     """Recovery dies too, many times, with two threads, each tear and loss at random."""
     rng, target = np.random.default_rng(seed), h.StrictTarget(run)
     for _ in range(int(rng.integers(2, 9))):
-        fuse = h.Fuse(int(rng.integers(1, 60)), after=bool(rng.integers(2)))
+        fuse = k.Fuse(int(rng.integers(1, 60)), after=bool(rng.integers(2)))
         die(chain.store, target, fuse, rng if rng.integers(2) else None, threads=2)
         assert target.open_windows == 0, "a write went on after follow had raised"
         if rng.integers(2):
@@ -128,11 +130,11 @@ def test_a_store_that_is_away_at_any_call_only_delays(chain: h.Chain, run: str, 
     raise AssertionError("never done")
 
 
-def follow_until_done(store: h.Store, target: h.StrictTarget, heard: h.Heard) -> Iterator[int]:
+def follow_until_done(store: Store, target: h.StrictTarget, heard: h.Heard) -> Iterator[int]:
     receiver = None
     for _ in range(5):
         try:
-            receiver = receiver or h.Receiver(store, target, threads=1, emit=heard)
+            receiver = receiver or Receiver(store, target, threads=1, emit=heard)
             yield receiver.follow(once=True)
         except UnavailableError:
             yield -1
@@ -177,7 +179,7 @@ def base() -> h.Chain:
     return chain
 
 
-def check_carries_on(chain: h.Chain, store: h.Store, baseline: MemoryBaseline | None, where: str) -> None:
+def check_carries_on(chain: h.Chain, store: Store, baseline: MemoryBaseline | None, where: str) -> None:
     """The next publisher succeeds, the history is linear, and receivers hold every committed version's bits."""
     version = h.published(store, chain.source, 99, baseline=baseline)
     assert h.check_linear(store)[-1] == version, where
@@ -190,11 +192,11 @@ def check_carries_on(chain: h.Chain, store: h.Store, baseline: MemoryBaseline | 
     ("after", "survives"), [(False, True), (True, False)], ids=["before, baseline kept", "after, baseline lost"]
 )
 def test_a_publisher_killed_at_any_store_call(base: h.Chain, after: bool, survives: bool) -> None:
-    for fuse in h.fuses(after):
+    for fuse in k.fuses(after):
         store, baseline = h.copy_store(base.store), MemoryBaseline()
         h.followed(store, baseline)
-        with contextlib.suppress(h.Killed):
-            h.published(h.KillingStore(store, fuse), base.source, baseline=baseline)
+        with contextlib.suppress(k.Killed):
+            h.published(k.KillingStore(store, fuse), base.source, baseline=baseline)
         check_carries_on(base, store, baseline if survives else None, f"call {fuse.at}")
     assert fuse.at > 20
 
@@ -202,20 +204,20 @@ def test_a_publisher_killed_at_any_store_call(base: h.Chain, after: bool, surviv
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_the_first_publisher_killed_at_any_store_call(after: bool) -> None:
     model = h.random_model(np.random.default_rng(6), h.SMALL)
-    for fuse in h.fuses(after):
+    for fuse in k.fuses(after):
         chain = h.Chain(h.new_store(), h.ArraySource(model, h.SMALL))
-        with contextlib.suppress(h.Killed):
-            h.published(h.KillingStore(chain.store, fuse), chain.source)
+        with contextlib.suppress(k.Killed):
+            h.published(k.KillingStore(chain.store, fuse), chain.source)
         check_carries_on(chain, chain.store, None, f"call {fuse.at}")
     assert fuse.at > 15
 
 
 def test_a_publisher_killed_at_any_baseline_call(base: h.Chain) -> None:
     rng = np.random.default_rng(7)
-    for fuse in h.fuses(after=True):
+    for fuse in k.fuses(after=True):
         store, baseline = h.copy_store(base.store), MemoryBaseline()
-        dying = h.KillingTarget(baseline, fuse, rng)
-        with contextlib.suppress(h.Killed):
+        dying = k.KillingTarget(baseline, fuse, rng)
+        with contextlib.suppress(k.Killed):
             h.published(store, base.source, baseline=dying)
         check_carries_on(base, store, baseline, f"call {fuse.at}")
     assert fuse.at > 40
@@ -238,7 +240,7 @@ def test_a_publisher_whose_store_is_away_at_any_call(base: h.Chain, kind: Kind) 
     raise AssertionError("never done")
 
 
-def publish_until_done(store: h.Store, source: h.ArraySource) -> int:
+def publish_until_done(store: Store, source: h.ArraySource) -> int:
     for _ in range(5):
         with contextlib.suppress(UnavailableError), contextlib.closing(publisher(store, source)) as one:
             for _ in range(5):
@@ -247,25 +249,25 @@ def publish_until_done(store: h.Store, source: h.ArraySource) -> int:
     raise AssertionError("publish never succeeds")
 
 
-def publisher(store: h.Store, source: h.ArraySource) -> Publisher:
+def publisher(store: Store, source: h.ArraySource) -> Publisher:
     return Publisher(store, source, threads=1, payload_bytes=400)
 
 
 @pytest.mark.parametrize("arrives", [False, True])
 def test_a_store_that_goes_away_during_the_commit_leaves_the_outcome_unknown(base: h.Chain, arrives: bool) -> None:
     store = h.copy_store(base.store)
-    with contextlib.closing(publisher(_GoesAway(store, arrives), base.source)) as one:
-        with pytest.raises(UnavailableError, match="outcome of attempt 3 is unknown"):
-            one.publish()
+    one, unknown = publisher(_GoesAway(store, arrives), base.source), "outcome of attempt 3 is unknown"
+    with contextlib.closing(one), pytest.raises(UnavailableError, match=unknown):
+        one.publish()
     assert (RunLog.open(store).attempt(3).committed) == arrives
     check_carries_on(base, store, None, "afterwards")
 
 
-class _GoesAway(h.KillingStore):
+class _GoesAway(k.KillingStore):
     """Nothing is answered any more from the creation of an outcome on."""
 
-    def __init__(self, store: h.Store, arrives: bool) -> None:
-        super().__init__(store, h.Fuse(1 << 60))
+    def __init__(self, store: Store, arrives: bool) -> None:
+        super().__init__(store, k.Fuse(1 << 60))
         self._arrives = arrives
         self._away = False
 
@@ -315,11 +317,11 @@ def test_a_lost_race_is_not_a_committed_version(base: h.Chain) -> None:
     assert version == racing.ours, "our COMMIT stands in the log, but publish said that it was lost"
 
 
-class _Overtaken(h.KillingStore):
+class _Overtaken(k.KillingStore):
     """Right after our COMMIT and before our baseline moves, another publisher commits a version."""
 
-    def __init__(self, store: h.Store, chain: h.Chain) -> None:
-        super().__init__(store, h.Fuse(1 << 60))
+    def __init__(self, store: Store, chain: h.Chain) -> None:
+        super().__init__(store, k.Fuse(1 << 60))
         self._chain = chain
         self.ours = self.other = 0
 

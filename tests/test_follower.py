@@ -192,7 +192,9 @@ def test_disk_marker_that_outlives_the_weights_dies() -> None:
 def test_unproven_anchor_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     real = x.write
 
-    def forgetful(world: x.World, rest: tuple[m.Action, ...], prims: list[x.Prim], answer: Callable[[x.World], m.Event]):  # type: ignore[no-untyped-def]
+    def forgetful(
+        world: x.World, rest: tuple[m.Action, ...], prims: list[x.Prim], answer: Callable[[x.World], m.Event]
+    ):  # type: ignore[no-untyped-def]
         load = isinstance(world.queue[0], m.LoadAnchor)
         return real(world, rest, prims[:-1] if load else prims, answer)
 

@@ -20,9 +20,7 @@ Delta = tuple[oracle.Record, list[bytes]]
 def small_deltas() -> list[Delta]:
     """One delta of every kind, operation and packing, a few widths and plane counts; a dozen bytes each."""
     deltas = []
-    for width, kind, (operation, packing) in itertools.product(
-        (1, 2, 8), (0, 1, 2), ((0, 0), (1, 0), (1, 1), (2, 0))
-    ):
+    for width, kind, (operation, packing) in itertools.product((1, 2, 8), (0, 1, 2), ((0, 0), (1, 0), (1, 1), (2, 0))):
         size = 11 if kind < 2 else 6
         old = np.arange(size).astype(f"u{width}") * 20
         new = old.copy()

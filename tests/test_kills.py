@@ -20,11 +20,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 import safetensors
 
 from deltarefit import MemoryBaseline, Publisher, Receiver, open_store
@@ -32,6 +31,7 @@ from deltarefit.elements import Elements
 from deltarefit.errors import NotFoundError
 from deltarefit.events import Event
 from deltarefit.manifest import Catalog, Header, State
+from deltarefit.ports import Store
 from deltarefit.runlog import RunLog
 from deltarefit.targets.checkpoint import CheckpointTarget
 from tests import helpers as h
@@ -265,7 +265,7 @@ def shared_loop(seed: int) -> dict[str, int]:
     return counters.all()
 
 
-def seeded(store: h.Store, target: SharedTarget, chain: h.Chain) -> Header:
+def seeded(store: Store, target: SharedTarget, chain: h.Chain) -> Header:
     """Load the first version; the header that says so."""
     log, incarnation = RunLog.open(store), "0123456789abcdef"
     digest = h.digest_of(log.run, log.catalog, chain.models[1])
@@ -320,11 +320,12 @@ def is_clean(checkpoint: Path) -> bool:
     return False
 
 
-def check_directory(checkpoint: Path, store: h.Store, chain: h.Chain) -> None:
+def check_directory(checkpoint: Path, store: Store, chain: h.Chain) -> None:
     """What any reader of safetensors finds, and what a proof at the start finds."""
     found: dict[str, bytes] = {}
     for file in checkpoint.glob("*.safetensors"):
-        found.update({name: bytes(entry["data"]) for name, entry in safetensors.deserialize(file.read_bytes())})
+        entries = safetensors.deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
+        found.update({name: bytes(entry["data"]) for name, entry in entries})
     expected = dict(zip(sorted(chain.source.model), chain.history[chain.head], strict=True))
     assert found == expected
     assert {name: (checkpoint / name).read_bytes() for name in h.FILES} == h.FILES
@@ -344,7 +345,7 @@ def model_at(seed: int, step: int) -> h.Model:
     return model
 
 
-def publish_steps(store: h.Store, seed: int, first: int, last: int, baseline: Path | None) -> None:
+def publish_steps(store: Store, seed: int, first: int, last: int, baseline: Path | None) -> None:
     kept = CheckpointTarget(baseline) if baseline else MemoryBaseline()
     source = h.ArraySource(model_at(seed, first))
     with contextlib.closing(Publisher(store, source, baseline=kept, threads=2, payload_bytes=700)) as publisher:
@@ -360,27 +361,24 @@ def publisher_loop(seed: int) -> dict[str, int]:
         for number in range(2):
             store = open_store(f"{directory}/{number}")
             baseline = Path(directory, f"baseline-{number}") if number else None
-            first = 0
             for _ in range(16):
-                begin, last = first, first + 100
-                pid = fork(lambda begin=begin, last=last: publish_steps(store, seed, begin, last, baseline))  # type: ignore[misc]
-                assert kill_after(pid, chooser.uniform(0, typical))
+                agent = partial(publish_steps, store, seed, next_step(store), 1000, baseline)
+                assert kill_after(fork(agent), chooser.uniform(0, typical))
                 counters.add("kills")
-                first = next_step(store)
-            publish_steps(store, seed, first, first + 1, baseline)
+            publish_steps(store, seed, next_step(store), next_step(store) + 1, baseline)
             check_run(store, seed, counters)
             counters.add("rounds")
     return counters.all()
 
 
-def next_step(store: h.Store) -> int:
+def next_step(store: Store) -> int:
     with contextlib.suppress(NotFoundError):
         head = RunLog.open(store).head()
         return head.manifest.step + 1 if head and head.manifest else 0
     return 0
 
 
-def check_run(store: h.Store, seed: int, counters: Counters) -> None:
+def check_run(store: Store, seed: int, counters: Counters) -> None:
     """Linear; every version has the bits of its step, and each step made at most one version."""
     versions, log, steps = h.check_linear(store), RunLog.open(store), list[int]()
     for version in versions:

@@ -17,9 +17,11 @@ from deltarefit import MemoryBaseline, Publisher, Receiver, open_store
 from deltarefit.elements import Elements
 from deltarefit.errors import BaseMismatch, FormatError, IntegrityError, NotFoundError, UnavailableError
 from deltarefit.manifest import Catalog, Decision, Header, Intent, Mode, Outcome, ProducerManifest, State
+from deltarefit.ports import Store
 from deltarefit.records import Digest
 from deltarefit.runlog import RunLog, attempt_key, payload_prefix
 from tests import helpers as h
+from tests import killing as k
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture(params=["memory", "directory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> h.Store:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return h.new_store() if request.param == "memory" else open_store(str(tmp_path / "store"))
 
 
@@ -37,7 +39,7 @@ def chain() -> h.Chain:
     return h.publish_chain(np.random.default_rng(12), ("some", "all", "nothing", "back"))
 
 
-def target_of(store: h.Store) -> h.StrictTarget:
+def target_of(store: Store) -> h.StrictTarget:
     return h.StrictTarget(RunLog.open(store).run)
 
 
@@ -51,7 +53,7 @@ def state_of(target: h.StrictTarget) -> tuple[State, int]:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_holds_every_version_as_it_comes(store: h.Store, rng: np.random.Generator, threads: int) -> None:
+def test_holds_every_version_as_it_comes(store: Store, rng: np.random.Generator, threads: int) -> None:
     source = h.ArraySource(h.random_model(rng))
     before, receiver, target = h.copy_of(source.model), None, None
     with contextlib.closing(Publisher(store, source, threads=threads, payload_bytes=700)) as publisher:
@@ -71,7 +73,7 @@ def test_holds_every_version_as_it_comes(store: h.Store, rng: np.random.Generato
     assert (target.seeds, target.finished) == (1, 1)
 
 
-def test_a_late_joiner_ends_with_the_same_bits(store: h.Store, rng: np.random.Generator) -> None:
+def test_a_late_joiner_ends_with_the_same_bits(store: Store, rng: np.random.Generator) -> None:
     chain = h.publish_chain(rng, ("some", "nothing", "many", "block"), store=store)
     target, heard = target_of(store), h.Heard()
     assert h.followed(store, target, emit=heard) == 5
@@ -106,7 +108,7 @@ def test_progress_reaches_its_total_once_per_phase(chain: h.Chain) -> None:
         assert same == (event.done < event.total), f"{event.phase} of {event.version} ended at {event.done}"
 
 
-def test_a_model_of_nothing(store: h.Store) -> None:
+def test_a_model_of_nothing(store: Store) -> None:
     shapes = {"a": ("F32", (0, 3)), "b": ("BOOL", (0,))}
     source = h.ArraySource(h.random_model(np.random.default_rng(), shapes), shapes)
     for _ in range(2):
@@ -136,7 +138,7 @@ def wait_for(good: Callable[[], bool], seconds: float = 30) -> None:
         time.sleep(0.005)
 
 
-def test_follows_live_until_it_is_stopped(store: h.Store, rng: np.random.Generator) -> None:
+def test_follows_live_until_it_is_stopped(store: Store, rng: np.random.Generator) -> None:
     source, stop = h.ArraySource(h.random_model(rng)), threading.Event()
     with contextlib.closing(Publisher(store, source, threads=1)) as publisher:
         publisher.publish()
@@ -186,7 +188,7 @@ def test_stopped_anywhere_users_can_go_on(chain: h.Chain) -> None:
     raise AssertionError("never done")
 
 
-def test_nothing_to_follow_is_said_and_not_waited_for(store: h.Store, rng: np.random.Generator) -> None:
+def test_nothing_to_follow_is_said_and_not_waited_for(store: Store, rng: np.random.Generator) -> None:
     with pytest.raises(NotFoundError, match="Publish a checkpoint"):
         Receiver(store, MemoryBaseline())
     source = h.ArraySource(h.random_model(rng))
@@ -204,7 +206,7 @@ def test_nothing_to_follow_is_said_and_not_waited_for(store: h.Store, rng: np.ra
 # ------------------------------------------------------------------------------------------ attempts that end otherwise
 
 
-def take_out_outcome(store: h.Store, number: int) -> Outcome:
+def take_out_outcome(store: Store, number: int) -> Outcome:
     """Make a committed attempt an open one; the COMMIT that it had."""
     outcome = RunLog.open(store).attempt(number).outcome
     assert outcome is not None
@@ -212,7 +214,7 @@ def take_out_outcome(store: h.Store, number: int) -> Outcome:
     return outcome
 
 
-def open_last(chain: h.Chain) -> tuple[h.Store, Outcome]:
+def open_last(chain: h.Chain) -> tuple[Store, Outcome]:
     store = h.copy_store(chain.store)
     outcome = take_out_outcome(store, chain.head)
     store.put("head", b"")
@@ -361,7 +363,7 @@ def test_users_are_stopped_before_the_header_says_unknown(chain: h.Chain) -> Non
 # ------------------------------------------------------------------------------------------ a wrong log
 
 
-def wrong_base(store: h.Store, change: Callable[[Intent, ProducerManifest], tuple[Intent, ProducerManifest]]) -> None:
+def wrong_base(store: Store, change: Callable[[Intent, ProducerManifest], tuple[Intent, ProducerManifest]]) -> None:
     """Rewrite the last attempt, consistently, as a publisher with a wrong baseline would have written it."""
     log = RunLog.open(store)
     head = log.head()
@@ -437,10 +439,10 @@ def test_a_payload_swapped_for_another_is_refused(rng: np.random.Generator) -> N
 def torn(chain: h.Chain) -> h.StrictTarget:
     """A target that is DIRTY with a torn payload."""
     rng = np.random.default_rng(14)
-    for fuse in h.fuses(after=True):
+    for fuse in k.fuses(after=True):
         target = target_of(chain.store)
-        dying = h.KillingTarget(target, fuse, rng)
-        with contextlib.suppress(h.Killed):
+        dying = k.KillingTarget(target, fuse, rng)
+        with contextlib.suppress(k.Killed):
             h.followed(chain.store, dying)
         header = target.read_header()
         if dying.tore and header is not None and header.state is State.DIRTY:
@@ -484,7 +486,7 @@ def test_a_payload_damaged_in_the_spool_is_fetched_again(chain: h.Chain) -> None
 
 
 class _SlowAndFailing(h.StrictTarget):
-    """Once armed, the window of the first delta lingers while that of a later one fails."""
+    """Once armed, the window of the first delta fails while those of later ones linger."""
 
     armed = False
 
@@ -492,7 +494,7 @@ class _SlowAndFailing(h.StrictTarget):
     def window(self, tensor: int, start: int, stop: int) -> Iterator[tuple[Elements, int]]:
         header = self.read_header()
         writing = self.armed and header is not None and header.state is State.DIRTY
-        if writing and tensor != 0:
+        if writing and tensor == 0:
             raise UnavailableError("the disk is away")
         with super().window(tensor, start, stop) as got:
             if writing:
@@ -519,9 +521,9 @@ def test_no_write_goes_on_after_follow_has_raised(rng: np.random.Generator) -> N
 class _FailingPause(h.StrictTarget):
     def pause(self) -> None:
         super().pause()
-        if header := self.read_header():
-            if header.state is State.CLEAN:
-                raise UnavailableError("cannot pause")
+        header = self.read_header()
+        if header and header.state is State.CLEAN:
+            raise UnavailableError("cannot pause")
 
 
 def test_an_error_before_the_first_write_lets_users_go_on(chain: h.Chain) -> None:

@@ -109,9 +109,9 @@ def test_every_truncation_and_extension_is_refused() -> None:
         layout.parse_header(SMALL + b" ", "x")
 
 
-entries = st.tuples(
-    st.sampled_from(sorted(WIDTHS)), st.lists(st.integers(0, 5), max_size=3).map(tuple)
-).filter(lambda e: math.prod(e[1]) * BITS[e[0]] % 8 == 0)
+entries = st.tuples(st.sampled_from(sorted(WIDTHS)), st.lists(st.integers(0, 5), max_size=3).map(tuple)).filter(
+    lambda e: math.prod(e[1]) * BITS[e[0]] % 8 == 0
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -119,9 +119,7 @@ entries = st.tuples(
     st.dictionaries(st.text(st.characters(codec="utf-8"), min_size=1, max_size=8), entries, max_size=6),
     st.data(),
 )
-def test_any_layout_and_any_damage_to_it(
-    tensors: dict[str, tuple[str, tuple[int, ...]]], data: st.DataObject
-) -> None:
+def test_any_layout_and_any_damage_to_it(tensors: dict[str, tuple[str, tuple[int, ...]]], data: st.DataObject) -> None:
     tensors.pop("__metadata__", None)
     header = header_of(body_of([(name, dtype, shape) for name, (dtype, shape) in tensors.items()]))
     assert_agrees(header)
@@ -184,9 +182,7 @@ def test_what_is_refused(body: str) -> None:
 def test_limits_are_checked_before_anything_is_read() -> None:
     with pytest.raises(FormatError, match="header too large"):
         layout.header_bytes((layout.MAX_HEADER_BYTES + 1).to_bytes(8, "little"), "x")
-    assert (
-        layout.header_bytes(layout.MAX_HEADER_BYTES.to_bytes(8, "little"), "x") == layout.MAX_HEADER_BYTES + 8
-    )
+    assert layout.header_bytes(layout.MAX_HEADER_BYTES.to_bytes(8, "little"), "x") == layout.MAX_HEADER_BYTES + 8
     with pytest.raises(FormatError, match="not JSON"):
         layout.parse_header(header_of("")[:8] + b"", "x")
     with pytest.raises(FormatError, match="not JSON"):
@@ -248,9 +244,7 @@ def test_default_header_refuses_half_an_element() -> None:
 def two_files() -> dict[str, bytes]:
     return {
         "m-1.safetensors.header": header_of(body_of([("b", "F32", (2, 2)), ("a", "BOOL", (3,))])),
-        "m-2.safetensors.header": header_of(
-            body_of([("d", "I64", ()), ("c", "BF16", (5,)), ("é", "F8_E5M2", (0, 7))])
-        ),
+        "m-2.safetensors.header": header_of(body_of([("d", "I64", ()), ("c", "BF16", (5,)), ("é", "F8_E5M2", (0, 7))])),
     }
 
 
@@ -274,9 +268,7 @@ def test_split_files_refuses_headers_of_another_catalog() -> None:
             files | {"m-2.safetensors.header": header_of(body_of([("d", "I64", ()), ("c", "BF16", (5,))]))},
         )
     with pytest.raises(FormatError, match="c in m-2"):
-        layout.split_files(
-            MIXED, files | {"m-2.safetensors.header": header_of(body_of([("c", "F16", (5,))]))}
-        )
+        layout.split_files(MIXED, files | {"m-2.safetensors.header": header_of(body_of([("c", "F16", (5,))]))})
     with pytest.raises(FormatError, match="d in m-3"):
         layout.split_files(MIXED, files | {"m-3.safetensors.header": header_of(body_of([("d", "I64", ())]))})
     with pytest.raises(FormatError, match="x in m-3"):
@@ -309,9 +301,7 @@ def test_split_files_refuses_names(name: str) -> None:
 
 def test_a_file_may_use_a_tied_name_once() -> None:
     tied = catalog_of(TensorEntry("head", "U8", (2,), ("embed",)))
-    layouts, _ = layout.split_files(
-        tied, {"m.safetensors.header": header_of(body_of([("embed", "U8", (2,))]))}
-    )
+    layouts, _ = layout.split_files(tied, {"m.safetensors.header": header_of(body_of([("embed", "U8", (2,))]))})
     assert layout.places(tied, layouts)[0].file == "m.safetensors"
     both = header_of(body_of([("embed", "U8", (2,)), ("head", "U8", (2,))]))
     with pytest.raises(FormatError, match="exactly the catalog"):

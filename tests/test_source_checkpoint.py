@@ -40,9 +40,7 @@ TENSORS = {
 }
 
 
-def write(
-    path: Path, tensors: dict[str, tuple[str, list[int], int]] = TENSORS, pad: int = 0, seed: int = 0
-) -> bytes:
+def write(path: Path, tensors: dict[str, tuple[str, list[int], int]] = TENSORS, pad: int = 0, seed: int = 0) -> bytes:
     data = np.random.default_rng(seed).bytes(sum(size for _, _, size in tensors.values()))
     whole = header_of(tensors, pad) + data
     path.write_bytes(whole)
@@ -272,9 +270,7 @@ def test_a_file_that_changes_is_found(tmp_path: Path) -> None:
 
 
 def test_many_threads_read_the_same_bits(tmp_path: Path) -> None:
-    whole = write(
-        tmp_path / "m.safetensors", {"w": ("BF16", [500, 1000], 1_000_000), "x": ("I64", [500], 4000)}, pad=1
-    )
+    whole = write(tmp_path / "m.safetensors", {"w": ("BF16", [500, 1000], 1_000_000), "x": ("I64", [500], 4000)}, pad=1)
     expected = {name: bytes(info["data"]) for name, info in deserialize(whole)}
     source = CheckpointSource(tmp_path / "m.safetensors")
     start = threading.Barrier(8)

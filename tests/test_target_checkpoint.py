@@ -188,9 +188,7 @@ def test_tied_names_are_stored_once(tmp_path: Path) -> None:
 
 def test_windows_write_exactly_their_range_from_many_threads(tmp_path: Path) -> None:
     catalog = Catalog((TensorEntry("w", "I64", (40_000,)),))
-    text = (
-        b'{"w":{"dtype":"I64","shape":[40000],"data_offsets":[0,320000]}}  '  # 65 bytes: nothing is aligned
-    )
+    text = b'{"w":{"dtype":"I64","shape":[40000],"data_offsets":[0,320000]}}  '  # 65 bytes: nothing is aligned
     for side in ({}, {"m.safetensors.header": len(text).to_bytes(8, "little") + text}):
         with opened(tmp_path / str(len(side))) as target:
             target.seed(catalog, side)
@@ -266,9 +264,7 @@ def test_spool(tmp_path: Path) -> None:
 
 def test_pause_and_resume_call_back(tmp_path: Path) -> None:
     calls: list[str] = []
-    with opened(
-        tmp_path, on_pause=lambda: calls.append("pause"), on_resume=lambda: calls.append("resume")
-    ) as target:
+    with opened(tmp_path, on_pause=lambda: calls.append("pause"), on_resume=lambda: calls.append("resume")) as target:
         target.pause()
         target.pause()
         target.resume()
@@ -281,9 +277,7 @@ def test_pause_and_resume_call_back(tmp_path: Path) -> None:
 # Files of others
 
 
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "x.safetensors", "pytorch_model.bin", "w.pt", "w.pth", "m.gguf"]
-)
+@pytest.mark.parametrize("name", ["model.safetensors", "x.safetensors", "pytorch_model.bin", "w.pt", "w.pth", "m.gguf"])
 def test_a_directory_with_the_users_weights_is_refused_untouched(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"precious")
     with pytest.raises(UsageError, match=f"holds files.*{name}"):
@@ -447,16 +441,12 @@ def in_child(work: Callable[[], None]) -> int:
 def test_a_second_process_is_refused_with_the_pid(tmp_path: Path) -> None:
     code = "import sys; from deltarefit.targets import checkpoint; checkpoint.CheckpointTarget(sys.argv[1])"
     with opened(tmp_path):
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60
-        )
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
         assert done.returncode == 1
         assert f"UnavailableError: {tmp_path} is in use; found process {os.getpid()}" in done.stderr
         with pytest.raises(UnavailableError, match="in use"):
             CheckpointTarget(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
@@ -499,9 +489,7 @@ def test_no_room_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_no_room_found_by_the_kernel_leaves_nothing_behind(tmp_path: Path) -> None:
     def work() -> None:
-        resource.setrlimit(
-            resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)
-        )  # posix_fallocate beyond it really fails
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # posix_fallocate beyond it really fails
         catalog = Catalog((TensorEntry("a", "U8", (1 << 10,)), TensorEntry("b", "U8", (1 << 21,))))
         with opened(tmp_path) as target, pytest.raises(StorageFullError, match="no room for the weights"):
             target.seed(catalog, {})
@@ -575,9 +563,7 @@ def test_names_become_durable_after_what_they_name(tmp_path: Path, monkeypatch: 
         assert {state / "seed", state, *((state / "seed" / f"m-{n}.safetensors") for n in (1, 2))} <= synced
         trace.clear()
         target.finish_seed()
-        shown = [
-            i for i, (name, path) in enumerate(trace) if name == "replace" and path.parent == state / "seed"
-        ]
+        shown = [i for i, (name, path) in enumerate(trace) if name == "replace" and path.parent == state / "seed"]
         assert len(shown) == len(visible(tmp_path)) == 5
         assert {path.name for _, path in trace[: shown[0]]} == {"m-1.safetensors", "m-2.safetensors"}
         assert ("fsync", tmp_path) in trace[shown[-1] :]
@@ -588,9 +574,7 @@ def test_flush_covers_every_window_and_what_a_killed_process_wrote(
 ) -> None:
     synced: list[int] = []
     real = os.fdatasync
-    monkeypatch.setattr(
-        os, "fdatasync", lambda handle: (synced.append(os.fstat(handle).st_size), real(handle))[1]
-    )
+    monkeypatch.setattr(os, "fdatasync", lambda handle: (synced.append(os.fstat(handle).st_size), real(handle))[1])
     with opened(tmp_path) as target:
         seed_all(target, files())
         sizes = {name: (tmp_path / name).stat().st_size for name in ("m-1.safetensors", "m-2.safetensors")}
@@ -614,9 +598,7 @@ def test_flush_covers_every_window_and_what_a_killed_process_wrote(
 @pytest.fixture
 def memory_path(tmp_path: Path) -> Iterator[Path]:
     """A directory in memory where there is one: SIGKILL loses no page there, and fsync takes no time."""
-    with tempfile.TemporaryDirectory(
-        dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path
-    ) as directory:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) as directory:
         yield Path(directory)
 
 

@@ -353,9 +353,7 @@ def test_ranges_outside_a_tensor_are_refused() -> None:
 def test_header_spool_and_callbacks() -> None:
     calls: list[str] = []
     model = of(w=torch.zeros(1))
-    target = ModuleTarget(
-        model, on_pause=lambda: calls.append("pause"), on_resume=lambda: calls.append("resume")
-    )
+    target = ModuleTarget(model, on_pause=lambda: calls.append("pause"), on_resume=lambda: calls.append("resume"))
     assert target.read_header() is None
     header = Header("0" * 32, target.catalog.identity, State.CLEAN, 1, 0, Digest(), 0, "ab")
     target.write_header(header)

@@ -79,7 +79,8 @@ constexpr u64 kMostExtra = 4;  // chain bytes beyond one per integer of an array
 
 template <class T>
 inline double chain_bits(const T* values, u64 n, u32 planes, u8* room) {
-  return bytes_bits(room, u64(pack_chain(values, n, planes, room) - room));
+  const u8* end = pack_chain(values, n, planes, room, room + n * (1 + kMostExtra));
+  return bytes_bits(room, u64(end - room));
 }
 
 // The best number of planes for a sample, or the cost of the forced one.

@@ -95,7 +95,8 @@ class Packer {
     chain = n + extra;
     if (chain > kMaxPieceBytes) return wrong("a piece would be too large; use more planes", kMaxPieceBytes, chain);
     DR_TRY(reserve(n * (planes - 1) + chain));
-    pack_array(values, n, planes, scratch_.out.data() + used_);
+    if (!pack_array(values, n, planes, chain, scratch_.out.data() + used_))
+      return wrong("the array was written to while it was encoded");
     for (u32 plane = 0; plane < planes; ++plane) add(role, planes, plane, plane + 1 < planes ? n : chain);
     return {};
   }
@@ -195,20 +196,33 @@ inline Status pack_changes(const Changes<W, G>& changes, const Forced& forced, S
   return {};
 }
 
+// Whether a quick look says that nearly all elements changed: then the scan would be for nothing.
+template <class W>
+inline bool looks_dense(const View& older, const View& newer) {
+  constexpr u64 kLooks = 64;
+  if (!older.contiguous() || !newer.contiguous() || older.numel < kLooks * kChunk) return false;
+  const u64 step = (older.numel - 64) / (kLooks - 1) * sizeof(W);
+  u64 changed = 0;
+  for (u64 i = 0; i < kLooks; ++i)
+    changed += u64(__builtin_popcountll(changed_mask<W>(older.data + i * step, newer.data + i * step)));
+  return changed > kLooks * 64 / 4 * 3;
+}
+
 template <class W, class G>
 inline Status encode_as(const View& older, const View& newer, u64 start, u64 key, const Forced& forced,
                         Scratch& scratch, Encoded& out) {
   Changes<W, G> changes;
   out.record.start = start;
   const bool overwrite = forced.kind == int(kAll) && forced.operation == int(kSet);
-  if (!overwrite) {
+  bool dense = overwrite || (forced.kind < 0 && looks_dense<W>(older, newer));
+  if (!dense) {
     Lanes sums[2];
     DR_TRY((scan<W, G>(older, newer, start, key, sums, scratch, changes)));
     if (changes.count == 0) return {};
     out.before = sums[0];
     out.after = sums[1];
+    dense = forced.kind == int(kAll) || (forced.kind < 0 && changes.count > older.numel / 5 * 3);
   }
-  const bool dense = forced.kind == int(kAll) || (forced.kind < 0 && changes.count > older.numel / 5 * 3);
   if (dense) DR_TRY((take_all<W, G>(older, newer, start, key, scratch, changes, out)));
   return pack_changes(changes, forced, scratch, out);
 }

@@ -8,17 +8,17 @@ namespace deltarefit {
 // A block of raw memory. grow() keeps the first `used` bytes; false when there is no memory.
 class Buffer {
  public:
-  Buffer() = default;
+  DR_INLINE Buffer() {}
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
   ~Buffer();
 
   bool grow(u64 bytes, u64 used);
   void release();
-  u64 capacity() const { return capacity_; }
-  u8* data() const { return data_; }
+  DR_INLINE u64 capacity() const { return capacity_; }
+  DR_INLINE u8* data() const { return data_; }
   template <class T>
-  T* as() const {
+  DR_INLINE T* as() const {
     return reinterpret_cast<T*>(data_);
   }
 

@@ -43,42 +43,41 @@ inline void pack_plane(const T* values, u64 n, u32 plane, u8* out) {
   for (u64 i = 0; i < n; ++i) out[i] = u8(values[i] >> shift);
 }
 
+// Returns the end of what was written, or null when it would not fit before `end`: then the values are not those that
+// the chain was measured with (a caller's array that another thread writes to).
 template <class T>
-inline u8* pack_quotient(T value, u32 planes, u8* out) {
-  const u64 q = quotient(value, planes);
-  const u64 full = q / 255;
-  if (full != 0) __builtin_memset(out, 255, full);
-  out[full] = u8(q - 255 * full);
-  return out + full + 1;
-}
-
-// Returns the end of what was written.
-template <class T>
-inline u8* pack_chain(const T* values, u64 n, u32 planes, u8* out) {
-  u64 i = 0;
-  for (; i + 64 <= n; i += 64) {
-    if (saturated(values + i, planes, out) == 0) {
+inline u8* pack_chain(const T* values, u64 n, u32 planes, u8* out, const u8* end) {
+  for (u64 i = 0; i < n;) {
+    if (n - i >= 64 && end - out >= 64 && saturated(values + i, planes, out) == 0) {
       out += 64;
-    } else {
-      for (u64 j = 0; j < 64; ++j) out = pack_quotient(values[i + j], planes, out);
+      i += 64;
+      continue;
+    }
+    for (const u64 stop = n - i < 64 ? n : i + 64; i < stop; ++i) {
+      const u64 q = quotient(values[i], planes);
+      const u64 full = q / 255;
+      if (full >= u64(end - out)) return nullptr;
+      if (full != 0) __builtin_memset(out, 255, full);
+      out += full;
+      *out++ = u8(q - 255 * full);
     }
   }
-  for (; i < n; ++i) out = pack_quotient(values[i], planes, out);
   return out;
 }
 
-// All planes of an array, one behind the other; returns the end. The chain's length is n + chain_extra. A part of the
+// All planes of an array, one behind the other, the chain of `chain_bytes` last; false as for pack_chain. A part of the
 // values goes to all planes while it is in the first-level cache.
 template <class T>
-inline u8* pack_array(const T* values, u64 n, u32 planes, u8* out) {
+inline bool pack_array(const T* values, u64 n, u32 planes, u64 chain_bytes, u8* out) {
   constexpr u64 kPart = 4096;
   u8* chain = out + n * (planes - 1);
-  for (u64 i = 0; i < n; i += kPart) {
+  const u8* end = chain + chain_bytes;
+  for (u64 i = 0; i < n && chain != nullptr; i += kPart) {
     const u64 m = n - i < kPart ? n - i : kPart;
     for (u32 plane = 0; plane + 1 < planes; ++plane) pack_plane(values + i, m, plane, out + n * plane + i);
-    chain = pack_chain(values + i, m, planes, chain);
+    chain = pack_chain(values + i, m, planes, chain, end);
   }
-  return chain;
+  return chain == end;
 }
 
 // Two-bit codes of n values to ceil(n / 4) bytes; what exceeds code 2 goes to `escapes` less 3. Returns how many do.

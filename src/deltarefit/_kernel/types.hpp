@@ -9,6 +9,9 @@
 
 namespace deltarefit {
 
+// For small functions that every level shares: one body, merged by the linker, could hold another level's instructions.
+#define DR_INLINE inline __attribute__((always_inline))
+
 using u8 = std::uint8_t;
 using u16 = std::uint16_t;
 using u32 = std::uint32_t;
@@ -28,14 +31,14 @@ struct Status {
   u64 expected = 0;
   u64 found = 0;
 
-  bool ok() const { return kind == kOk; }
+  DR_INLINE bool ok() const { return kind == kOk; }
 };
 
-inline Status wrong(const char* what) { return Status{Status::kWrong, what, false, 0, 0}; }
-inline Status wrong(const char* what, u64 expected, u64 found) {
+DR_INLINE Status wrong(const char* what) { return Status{Status::kWrong, what, false, 0, 0}; }
+DR_INLINE Status wrong(const char* what, u64 expected, u64 found) {
   return Status{Status::kWrong, what, true, expected, found};
 }
-inline Status no_memory() { return Status{Status::kMemory, "out of memory", false, 0, 0}; }
+DR_INLINE Status no_memory() { return Status{Status::kMemory, "out of memory", false, 0, 0}; }
 
 #define DR_TRY(expression)                                  \
   do {                                                      \
@@ -48,7 +51,7 @@ struct Lanes {
   u64 lane1 = 0;
 };
 
-inline Lanes operator+(Lanes a, Lanes b) { return Lanes{a.lane0 + b.lane0, a.lane1 + b.lane1}; }
+DR_INLINE Lanes operator+(Lanes a, Lanes b) { return Lanes{a.lane0 + b.lane0, a.lane1 + b.lane1}; }
 
 enum Kind : u32 { kGaps = 0, kRuns = 1, kAll = 2 };
 enum Operation : u32 { kXor = 0, kAdd = 1, kSet = 2 };
@@ -63,13 +66,13 @@ struct Record {
 struct Code {
   u32 kind = 0, gap_planes = 0, run_planes = 0, operation = 0, packing = 0, value_planes = 0, log_width = 0;
 
-  u32 width() const { return 1u << log_width; }
+  DR_INLINE u32 width() const { return 1u << log_width; }
 
-  static Code unpack(u64 bits) {
+  static DR_INLINE Code unpack(u64 bits) {
     return Code{u32(bits & 3),       u32(bits >> 2 & 15),  u32(bits >> 6 & 15), u32(bits >> 10 & 3),
                 u32(bits >> 12 & 1), u32(bits >> 13 & 15), u32(bits >> 17 & 3)};
   }
-  u64 pack() const {
+  DR_INLINE u64 pack() const {
     return u64(kind) | u64(gap_planes) << 2 | u64(run_planes) << 6 | u64(operation) << 10 | u64(packing) << 12 |
            u64(value_planes) << 13 | u64(log_width) << 17;
   }
@@ -94,10 +97,10 @@ struct Pieces {
   Piece items[kMaxPieces];
 };
 
-inline Role value_role(u32 operation) {
+DR_INLINE Role value_role(u32 operation) {
   return operation == kXor ? kXorValue : operation == kAdd ? kAddValue : kSetValue;
 }
 
-inline u32 log_of_width(u32 width) { return width == 1 ? 0 : width == 2 ? 1 : width == 4 ? 2 : 3; }
+DR_INLINE u32 log_of_width(u32 width) { return width == 1 ? 0 : width == 2 ? 1 : width == 4 ? 2 : 3; }
 
 }  // namespace deltarefit

@@ -17,7 +17,7 @@ struct View {
   u64 numel = 0;
 
   // Elements lie one behind the other: element i is at data + i * width.
-  bool contiguous() const { return dims == 0 || (dims == 1 && stride[0] == i64(width)); }
+  DR_INLINE bool contiguous() const { return dims == 0 || (dims == 1 && stride[0] == i64(width)); }
 };
 
 // Merge dimensions that step together in both views (of one shape): fewer, longer rows.

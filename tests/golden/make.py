@@ -1,0 +1,139 @@
+"""Writes the golden vectors: ``python -m tests.golden.make``. Only a change to docs/format.md may change them.
+
+The payload's deltas come from the oracle, not from the kernel; records are literal values here; digests and keys are
+the oracle's. Compressed bytes may differ between versions of zstd, so a payload is fixed for reading only.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deltarefit import codec
+from deltarefit.codec import PayloadBuilder
+from deltarefit.digest import tensor_key
+from deltarefit.manifest import (
+    Anchor,
+    Catalog,
+    Decision,
+    FileRef,
+    Header,
+    Hint,
+    Intent,
+    Mode,
+    Outcome,
+    PayloadRef,
+    ProducerManifest,
+    Run,
+    State,
+    TensorEntry,
+)
+from deltarefit.records import Digest, Record
+from tests import oracle
+
+HERE = Path(__file__).parent
+RUN = "00112233445566778899aabbccddeeff"
+SHA = "5a" * 32
+GAPS, RUNS, ALL = oracle.GAPS, oracle.RUNS, oracle.ALL
+XOR, ADD, SET = oracle.XOR, oracle.ADD, oracle.SET
+
+CATALOG = Catalog(
+    (
+        TensorEntry("block.0.weight", "BF16", (20, 30), ("tied.weight",)),
+        TensorEntry("block.1.weight", "F32", (40,)),
+        TensorEntry("block.2.mask", "BOOL", (64,)),
+        TensorEntry("block.3.steps", "I64", (5,)),
+        TensorEntry("block.4.empty", "F16", (0, 3)),
+        TensorEntry("block.5.scale", "F8_E4M3", ()),
+        TensorEntry("block.6.weight", "BF16", (2000,)),
+    )
+)
+
+
+def bits(tensor: int, width: int, size: int) -> Any:
+    """Known arrays, by a rule that needs no generator of random numbers: a multiplicative sequence."""
+    values = [(i * i + 7 * tensor + 3) * 0x9E3779B97F4A7C15 >> 20 for i in range(1, size + 1)]
+    return np.array([value % (1 << 8 * width) for value in values], f"<u{width}")
+
+
+def old_arrays() -> list[Any]:
+    return [bits(number, entry.width, entry.numel) for number, entry in enumerate(CATALOG.tensors)]
+
+
+def new_arrays() -> list[Any]:
+    """Single changes near and far, runs, everything, differences of one and of thousands, both signs."""
+    new = [array.copy() for array in old_arrays()]
+    new[0][[0, 1, 5, 290, 599]] ^= np.array([1, 0x8000, 0xFFFF, 0x0100, 2], "u2")
+    new[1][10:25] ^= np.uint32(0xDEADBEEF)
+    new[1][30:31] ^= np.uint32(1)
+    new[2][:] ^= np.uint8(1)
+    new[3][[0, 4]] = [2**64 - 1, 0]
+    new[5][:] ^= np.uint8(0x80)
+    new[6][[3, 4, 700, 701, 1400, 1999]] += np.array([1, 65535, 2, 65534, 5000, 32768], "u2")
+    return new
+
+
+CHOICES: list[tuple[int, int, int, dict[str, int]]] = [
+    (0, 0, 300, {"kind": GAPS, "gap_planes": 1, "operation": XOR}),
+    (0, 300, 600, {"kind": GAPS, "gap_planes": 2, "operation": SET}),
+    (1, 0, 40, {"kind": RUNS, "gap_planes": 1, "run_planes": 2, "operation": XOR}),
+    (2, 0, 64, {"kind": ALL, "operation": ADD}),
+    (3, 0, 5, {"kind": GAPS, "gap_planes": 1, "operation": ADD, "value_planes": 3}),
+    (5, 0, 1, {"kind": ALL, "operation": SET}),
+    (6, 0, 2000, {"kind": GAPS, "gap_planes": 2, "operation": ADD, "packing": oracle.TWO_BIT}),
+]
+"""(tensor, start, stop, how it is encoded)."""
+
+
+def payload() -> tuple[bytes, PayloadRef]:
+    builder, old, new = PayloadBuilder(), old_arrays(), new_arrays()
+    for tensor, start, stop, choice in CHOICES:
+        key = tensor_key(RUN, CATALOG.tensors[tensor].name)
+        made = oracle.encode(old[tensor][start:stop], new[tensor][start:stop], start, key, **choice)
+        encoded = codec._encoded(tensor, made)
+        assert encoded is not None
+        builder.add(encoded)
+    return builder.build()
+
+
+REF = PayloadRef(SHA, 123, {"gap1.0": 7, "table": 80, "two": 2}, 1, 7, Digest(1, 2**63), Digest(2**64 - 1, 0))
+RECORDS: dict[str, Record] = {
+    "catalog": CATALOG,
+    "run": Run(RUN, CATALOG.identity),
+    "intent": Intent(RUN, 12, 9, Digest(3, 4), Mode.STAGE, "ab" * 16),
+    "manifest": ProducerManifest(RUN, 12, 9, 0, 4096, (REF,)),
+    "commit": Outcome(RUN, 12, Decision.COMMIT, 9, Digest(5, 6), (SHA,), 1, "ab" * 16),
+    "abort": Outcome(RUN, 12, Decision.ABORT, 9, Digest(), (), 0, "cd" * 16, "no space left: é\n\u2028"),
+    "anchor": Anchor(RUN, 12, Digest(5, 6), (REF,), (FileRef("config.json", SHA, 99),)),
+    "hint": Hint(12, 1),
+    "header": Header(RUN, SHA, State.DIRTY, 9, 12, Digest(3, 4), 0, "0123456789abcdef"),
+}
+
+
+def vectors() -> dict[str, Any]:
+    old, new = old_arrays(), new_arrays()
+    names = [entry.name for entry in CATALOG.tensors]
+    keys = {name: tensor_key(RUN, name) for name in names}
+    digests = {name: str(Digest(*oracle.digest(array, 0, keys[name]))) for name, array in zip(names, old, strict=True)}
+    return {
+        "records": {name: record.to_bytes().decode() for name, record in RECORDS.items()},
+        "keys": {name: f"{key:016x}" for name, key in keys.items()},
+        "digests": digests,
+        "old": {name: array.tobytes().hex() for name, array in zip(names, old, strict=True)},
+        "new": {name: array.tobytes().hex() for name, array in zip(names, new, strict=True)},
+    }
+
+
+def main() -> None:
+    data, ref = payload()
+    (HERE / "payload.bin").write_bytes(data)
+    manifest = ProducerManifest(RUN, 2, 1, 0, 1, (ref,))
+    (HERE / "payload.manifest").write_bytes(manifest.to_bytes())
+    (HERE / "vectors.json").write_text(json.dumps(vectors(), indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()
