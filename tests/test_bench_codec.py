@@ -1,4 +1,4 @@
-"""The codec benchmark at tiny sizes: every case runs, results are compared, the figures add up, bad results are caught."""
+"""The codec benchmark at tiny sizes: every case runs, the figures add up, bad results are caught."""
 
 from __future__ import annotations
 
