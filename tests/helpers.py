@@ -335,3 +335,14 @@ class StrictTarget(MemoryBaseline):
     def _require(self, good: bool, what: str) -> None:
         if not good and not self.sleeping:
             raise Broken(what)
+
+
+def strict_target(store: Store) -> StrictTarget:
+    return StrictTarget(RunLog.open(store).run)
+
+
+def state_of(target: Target) -> tuple[State, int]:
+    """What its header says: state and version."""
+    header = target.read_header()
+    assert header is not None
+    return header.state, header.version

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 
@@ -138,3 +139,8 @@ def test_every_instruction_level_gives_the_same_sums(level: str) -> None:
             assert array_digest(array[1:], 2**40 + 4, KEY) == expected - array_digest(array[:1], 2**40 + 3, KEY)
     finally:
         _kernel.use_level(before)
+
+
+def test_a_digest_can_be_copied() -> None:
+    """As records, which hold them, are by ``copy`` and by debuggers."""
+    assert copy.deepcopy(Digest(1, 2)) == copy.copy(Digest(1, 2)) == Digest(1, 2)

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from deltarefit import _kernel
 from deltarefit.anchors import seal_anchor
 from deltarefit.baseline import MemoryBaseline
 from deltarefit.codec import EncodedDelta, encode_delta, encode_full
@@ -92,6 +93,7 @@ class Publisher:
         self._seconds: dict[str, float] = {}
         self._wire_bytes = 0
         self._step = 0
+        self._listed_unchanged: list[int] = []
 
     def publish(self, step: int = 0) -> Published:
         """Make the source's present bits the next version; returns when it is committed and the baseline holds it.
@@ -103,6 +105,7 @@ class Publisher:
         could not follow is told as an event, and brought up by the next publish.
         """
         self._seconds, self._wire_bytes, self._step = {}, 0, _step_number(step)
+        self._listed_unchanged.clear()
         started = time.perf_counter()
         check_catalog(self.source.catalog, self.log.catalog)
         coordinator = self._drive(self._new_coordinator())
@@ -251,7 +254,11 @@ class Publisher:
             self._baseline.window(tensor, start, stop) as (array, first),
             self.source.read(tensor, start, stop) as new,
         ):
-            return encode_delta(tensor, flat(array, first, stop - start), new, start, self._keys[tensor])
+            old = flat(array, first, stop - start)
+            encoded = encode_delta(tensor, old, new, start, self._keys[tensor])
+            if encoded is not None and encoded.delta.count == stop - start:  # a list of everything may list the same
+                self._listed_unchanged.append(stop - start - _kernel.count_changed(old, new))
+            return encoded
 
     def _encode_whole_segment(self, segment: Segment) -> EncodedDelta:
         tensor, start, stop = segment
@@ -294,7 +301,7 @@ class Publisher:
 
     def _report(self, manifest: ProducerManifest, digest: Digest, anchor: int) -> Published:
         catalog = self.log.catalog
-        changed = manifest.changed if manifest.base else catalog.numel
+        changed = manifest.changed - sum(self._listed_unchanged) if manifest.base else catalog.numel
         return Published(
             version=manifest.attempt,
             base=manifest.base,

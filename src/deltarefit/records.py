@@ -34,6 +34,9 @@ class Digest(tuple[int, int]):
     def __new__(cls, lane0: int = 0, lane1: int = 0) -> Digest:
         return super().__new__(cls, (lane0 % _UINT64, lane1 % _UINT64))
 
+    def __getnewargs__(self) -> tuple[int, int]:
+        return self[0], self[1]
+
     def __add__(self, other: tuple[int, int]) -> Digest:  # type: ignore[override]
         return Digest(self[0] + other[0], self[1] + other[1])
 

@@ -81,7 +81,7 @@ CHOICES: list[tuple[int, int, int, dict[str, int]]] = [
     (0, 300, 600, {"kind": GAPS, "gap_planes": 2, "operation": SET}),
     (1, 0, 40, {"kind": RUNS, "gap_planes": 1, "run_planes": 2, "operation": XOR}),
     (2, 0, 64, {"kind": ALL, "operation": ADD}),
-    (3, 0, 5, {"kind": GAPS, "gap_planes": 1, "operation": ADD, "value_planes": 3}),
+    (3, 0, 5, {"kind": GAPS, "gap_planes": 1, "operation": ADD, "value_planes": 6}),
     (5, 0, 1, {"kind": ALL, "operation": SET}),
     (6, 0, 2000, {"kind": GAPS, "gap_planes": 2, "operation": ADD, "packing": oracle.TWO_BIT}),
 ]

@@ -18,7 +18,12 @@ struct V64 {
       return {_mm512_cvtepu32_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)))};
     if constexpr (sizeof(T) == 8) return {_mm512_loadu_si512(at)};
   }
-  u64 sum() const { return u64(_mm512_reduce_add_epi64(v)); }
+  u64 sum() const {
+    u64 lanes[kLanes], total = 0;
+    _mm512_storeu_si512(lanes, v);
+    for (u64 lane : lanes) total += lane;
+    return total;
+  }
 };
 
 inline V64 operator+(V64 a, V64 b) { return {_mm512_add_epi64(a.v, b.v)}; }
