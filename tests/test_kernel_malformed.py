@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -145,6 +147,35 @@ def test_many_blocks_and_one_wrong_byte(level: str) -> None:
             broken = [*slices[:number], data[:-1] + b"\xff", *slices[number + 1 :]]
             if verdict(oracle.decode, record, broken) is None:
                 check_refused(record, broken, old)
+
+
+def test_slices_and_arrays_that_change_during_the_call() -> None:
+    """Another thread may spoil results; the sanitizers (test_kernel_asan.py) must find no stray access."""
+    rng = np.random.default_rng(3)
+    old = rng.integers(0, 65536, 200_000, np.uint16)
+    new = np.where(rng.random(old.size) < 0.3, old + rng.integers(1, 9, old.size, np.uint16), old)
+    record, pieces, _, _ = kernel.encode(old, new, 0, KEY, kind=0, packing=1)
+    slices = [np.frombuffer(data, np.uint8).copy() for _, data in pieces]
+    stop = threading.Event()
+
+    def disturb() -> None:
+        while not stop.is_set():
+            for data in (*slices, old.view(np.uint8)):
+                data[rng.integers(0, data.size, 20)] = rng.integers(0, 256, 20, np.uint8)
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        for _ in range(60):
+            for choice in ({}, {"kind": 2, "operation": 2}):
+                with contextlib.suppress(ValueError):
+                    kernel.encode(old, new, 0, KEY, **choice)
+            for use in (kernel.apply, kernel.gather):
+                with contextlib.suppress(ValueError):
+                    use(record, slices, new)
+    finally:
+        stop.set()
+        thread.join(timeout=60)
 
 
 def check_refused(record: Any, slices: Any, array: Any, *args: Any, match: str = r".") -> None:

@@ -2,7 +2,9 @@
 
 Element arrays are NumPy arrays of uint8, uint16, uint32 or uint64 with any strides; an array of more than one
 dimension is enumerated row by row. ``Array`` arguments that are only read may be read-only. All functions release
-the GIL. Nothing is written before everything about the call has been checked; ``ValueError`` says what is wrong.
+the GIL. Nothing is written before everything about the call has been checked; ``ValueError`` says what is wrong
+(``TypeError`` for objects that are no buffers at all, ``MemoryError`` when memory runs out). Slices and arrays must
+stay as they are during a call; where another thread changes them all the same, results are wrong but memory is safe.
 
 A *record* is the tuple (start, length, count, code, runs, gap_chain, run_chain, value_chain, escapes): columns 1-9
 of a payload's table. *Slices* are that delta's pieces, in this order: gap planes, run planes, then value planes, or
@@ -50,8 +52,9 @@ def encode(
     """The delta of two arrays of one shape whose element 0 is position ``start`` of a tensor with digest key ``key``.
 
     Returns (record, [(stream name, bytes)] in slice order, pre sums, post sums), or None if nothing changed. The
-    choices left at -1 are taken by estimated compressed size. SET is only used when asked for; with SET and kind 2
-    (all) ``old`` is ignored for the values, and pre sums are of ``old``.
+    choices left at -1 are taken by estimated compressed size, the same on every CPU. SET is only used when asked for;
+    with SET and kind 2 (all) ``old`` only goes into the pre sums, and only an empty array gives None. ``gap_planes``
+    is not used where kind 2 is chosen. ValueError if a forced ``gap_planes`` would need a chain above 2^30 bytes.
     """
 
 def pieces(record: Record) -> list[tuple[str, int]]:

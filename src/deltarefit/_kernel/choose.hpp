@@ -43,7 +43,8 @@ inline double stream_bits(const u32* histogram, u64 n) {
   for (float part : sums) sum += part;
   // Small samples look too even; this is the usual first correction of their entropy (in bits).
   const double entropy = double(n_log2_n(u32(n))) - sum + 0.72 * (symbols - 1);
-  if (entropy < kNearlyConstant * double(n)) return entropy;
+  // What is constant in a small delta need not be in the stream that it becomes part of.
+  if (n >= kSampleRun && entropy < kNearlyConstant * double(n)) return entropy;
   return entropy > double(n) ? entropy : double(n);
 }
 
@@ -80,7 +81,7 @@ constexpr u64 kMostExtra = 4;  // chain bytes beyond one per integer of an array
 template <class T>
 inline double chain_bits(const T* values, u64 n, u32 planes, u8* room) {
   const u8* end = pack_chain(values, n, planes, room, room + n * (1 + kMostExtra));
-  return bytes_bits(room, u64(end - room));
+  return end == nullptr ? kNever : bytes_bits(room, u64(end - room));
 }
 
 // The best number of planes for a sample, or the cost of the forced one.

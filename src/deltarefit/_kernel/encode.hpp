@@ -65,8 +65,8 @@ inline const W* all_elements(const View& view, Buffer& buffer) {
 }
 
 template <class W, class G>
-inline Status take_all(const View& older, const View& newer, u64 start, u64 key, Scratch& scratch, Changes<W, G>& changes,
-                       Encoded& out) {
+inline Status take_all(const View& older, const View& newer, u64 start, u64 key, Scratch& scratch,
+                       Changes<W, G>& changes, Encoded& out) {
   const W* olds = all_elements<W>(older, scratch.olds);
   const W* news = all_elements<W>(newer, scratch.news);
   if (olds == nullptr || news == nullptr) return no_memory();

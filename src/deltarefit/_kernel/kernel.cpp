@@ -91,7 +91,8 @@ u64 count_changed(nb::handle older, nb::handle newer) {
 
 nb::tuple extract(nb::handle older, nb::handle newer) {
   PairArg pair(older, newer);
-  Scratch& scratch = thread_scratch();
+  ScratchLease lease;
+  Scratch& scratch = *lease;
   const u64 numel = pair.older.view.numel;
   const u32 width = pair.older.view.width;
   u64 count = 0;
@@ -104,7 +105,6 @@ nb::tuple extract(nb::handle older, nb::handle newer) {
     std::memcpy(olds, scratch.olds.data(), count * width);
     std::memcpy(news, scratch.news.data(), count * width);
   }
-  scratch.trim();
   return nb::make_tuple(results[0], results[1], results[2]);
 }
 
@@ -127,7 +127,8 @@ nb::object encode(nb::handle older, nb::handle newer, u64 start, u64 key, int ki
   if (start > kMaxElements - numel)
     raise_unless_ok(wrong("start lies beyond the largest tensor", kMaxElements - numel, start));
   if (numel == 0) return nb::none();
-  Scratch& scratch = thread_scratch();
+  ScratchLease lease;
+  Scratch& scratch = *lease;
   Encoded out;
   without_gil(
       [&] { return current_level().encode(pair.older.view, pair.newer.view, start, key, forced, scratch, out); });
@@ -137,7 +138,6 @@ nb::object encode(nb::handle older, nb::handle newer, u64 start, u64 key, int ki
     const Piece& piece = out.pieces.items[i];
     pieces.append(nb::make_tuple(stream_name(piece), nb::bytes(piece.data, piece.size)));
   }
-  scratch.trim();
   return nb::make_tuple(record_to_tuple(out.record), pieces, lanes_to_tuple(out.before), lanes_to_tuple(out.after));
 }
 

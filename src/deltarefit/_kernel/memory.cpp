@@ -38,9 +38,32 @@ void Scratch::trim() {
     if (buffer->capacity() > kKeepBytes) buffer->release();
 }
 
-Scratch& thread_scratch() {
-  static thread_local Scratch scratch;
+namespace {
+
+struct ThreadScratch {
+  Scratch scratch;
+  bool leased = false;
+};
+
+ThreadScratch& of_this_thread() {
+  static thread_local ThreadScratch scratch;
   return scratch;
+}
+
+}  // namespace
+
+ScratchLease::ScratchLease() : scratch_(&of_this_thread().scratch), own_(of_this_thread().leased) {
+  if (own_) scratch_ = new Scratch;
+  else of_this_thread().leased = true;
+}
+
+ScratchLease::~ScratchLease() {
+  if (own_) {
+    delete scratch_;
+  } else {
+    scratch_->trim();
+    of_this_thread().leased = false;
+  }
 }
 
 }  // namespace deltarefit

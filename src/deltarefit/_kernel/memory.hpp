@@ -39,6 +39,20 @@ struct Scratch {
   void trim();
 };
 
-Scratch& thread_scratch();
+// The calling thread's scratch until the end of the scope. A call within a call (a finalizer that Python runs while
+// results are made) gets one of its own.
+class ScratchLease {
+ public:
+  ScratchLease();
+  ScratchLease(const ScratchLease&) = delete;
+  ScratchLease& operator=(const ScratchLease&) = delete;
+  ~ScratchLease();
+
+  Scratch& operator*() const { return *scratch_; }
+
+ private:
+  Scratch* scratch_;
+  bool own_;
+};
 
 }  // namespace deltarefit

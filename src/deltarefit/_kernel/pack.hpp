@@ -19,17 +19,16 @@ inline u64 saturated(const T* values, u32 planes, u8* out) {
   return equal_bytes_mask(out, 255);
 }
 
-// Bytes of a chain beyond one per integer.
+// Bytes of a chain beyond one per integer; stops counting above the largest piece, so that nothing overflows.
 template <class T>
 inline u64 chain_extra(const T* values, u64 n, u32 planes) {
   u64 extra = 0;
-  u64 i = 0;
   u8 bytes[64];
-  for (; i + 64 <= n; i += 64) {
-    if (saturated(values + i, planes, bytes) == 0) continue;
-    for (u64 j = 0; j < 64; ++j) extra += quotient(values[i + j], planes) / 255;
+  for (u64 i = 0; i < n && extra <= kMaxPieceBytes; i += 64) {
+    const u64 m = n - i < 64 ? n - i : 64;
+    if (m == 64 && saturated(values + i, planes, bytes) == 0) continue;
+    for (u64 j = 0; j < m; ++j) extra += quotient(values[i + j], planes) / 255;
   }
-  for (; i < n; ++i) extra += quotient(values[i], planes) / 255;
   return extra;
 }
 

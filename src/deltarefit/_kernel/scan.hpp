@@ -111,7 +111,8 @@ template <class W>
 inline u64 count_changed_in(const u8* a, const u8* b, u64 n) {
   u64 count = 0;
   u64 i = 0;
-  for (; i + 64 <= n; i += 64) count += u64(__builtin_popcountll(changed_mask<W>(a + i * sizeof(W), b + i * sizeof(W))));
+  for (; i + 64 <= n; i += 64)
+    count += u64(__builtin_popcountll(changed_mask<W>(a + i * sizeof(W), b + i * sizeof(W))));
   return count + u64(__builtin_popcountll(changed_tail<W>(a + i * sizeof(W), b + i * sizeof(W), u32(n - i))));
 }
 
@@ -121,8 +122,9 @@ inline u64 count_changed_in(const u8* a, const u8* b, u64 n) {
 
 inline u32 emit_bits(u64 mask, u32 base, u32* out) {
   alignas(64) static constexpr u8 kBits[64] = {
-      0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
-      32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
+      0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+      22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43,
+      44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
   const __m512i bits = _mm512_maskz_compress_epi8(mask, _mm512_load_si512(kBits));
   const __m512i bases = _mm512_set1_epi32(int(base));
   const u32 n = u32(__builtin_popcountll(mask));

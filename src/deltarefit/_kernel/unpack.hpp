@@ -118,7 +118,7 @@ inline Status check_sane(const u64* values, u32 n) {
 class PositionReader {
  public:
   PositionReader(const Record& record, const Code& code, const Piece* pieces)
-      : kind_(code.kind), length_(record.length), runs_(record.runs) {
+      : kind_(code.kind), length_(record.length) {
     gaps_ = ArrayCursor(pieces, code.gap_planes, kind_ == kGaps ? record.count : record.runs);
     lengths_ = ArrayCursor(pieces + code.gap_planes, code.run_planes, record.runs);
   }
@@ -187,7 +187,6 @@ class PositionReader {
 
   u32 kind_;
   u64 length_;
-  u64 runs_;
   ArrayCursor gaps_, lengths_;
   u64 next_ = 0;
   u64 in_run_ = 0;
