@@ -183,8 +183,8 @@ def violation(world: World) -> str | None:
         return None
     if header.state is State.CLEAN and world.bits != W.get(header.version):
         return f"I1: CLEAN({header.version}) holds {world.bits}, must be {W.get(header.version)}"
-    if header.state is State.DIRTY and not world.paused:
-        return "I7: DIRTY while generation runs"
+    if header.state is not State.CLEAN and not world.paused:
+        return f"I7: {header.state.value} while generation runs"
     if world.loads > world.reloads_allowed:
         return "reloaded though memory survived"
     return None

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import zstandard
 
-from deltarefit import Publisher, Receiver, anchors, codec, publisher
+from deltarefit import Publisher, Receiver, anchors, codec, encoding
+from deltarefit.encoding import SegmentEncoder
 from deltarefit.errors import NotFoundError, RefitError
 from deltarefit.manifest import Header, ProducerManifest, State
 from deltarefit.protocol import coordinator as c
@@ -41,16 +42,16 @@ def handler(patch: Patch, phase: f.Phase, event: type, broken: Callable[..., Any
 
 
 def baseline_moves_at_encode(patch: Patch) -> None:
-    real = Publisher._encode_segment
+    real = SegmentEncoder.delta
 
-    def encode(self: Publisher, segment: Any) -> Any:
+    def encode(self: SegmentEncoder, segment: Any) -> Any:
         encoded = real(self, segment)
         tensor, start, stop = segment
-        with self._baseline.window(tensor, start, stop) as (array, _), self.source.read(tensor, start, stop) as new:
+        with self._baseline.window(tensor, start, stop) as (array, _), self._source.read(tensor, start, stop) as new:
             array[:] = new
         return encoded
 
-    patch.setattr(Publisher, "_encode_segment", encode)
+    patch.setattr(SegmentEncoder, "delta", encode)
 
 
 def baseline_is_not_brought_up(patch: Patch) -> None:
@@ -197,7 +198,7 @@ def last_element_not_compared(patch: Patch) -> None:
         kept[-1:] = old[-1:]
         return codec.encode_delta(tensor, old, kept, start, key)
 
-    patch.setattr(publisher, "encode_delta", encode)
+    patch.setattr(encoding, "encode_delta", encode)
 
 
 def stored_payloads_not_checked(patch: Patch) -> None:

@@ -20,6 +20,8 @@ MAX_DIMS = 16
 MAX_ELEMENTS = 1 << 48
 MAX_PAYLOAD_BYTES = 256 << 20
 """Most bytes of one payload object."""
+MAX_DELTAS = 1 << 20
+"""Most deltas of one payload."""
 MAX_STREAM_BYTES = 1 << 30
 """Most bytes of all streams of one payload after decompression."""
 
@@ -138,7 +140,8 @@ class Intent(Record):
 @dataclass(frozen=True)
 class PayloadRef(Record):
     """A payload object, named by hash. ``streams`` gives every stream's size after decompression; ``pre`` and
-    ``post`` are the digest sums of its positions before and after (protocol §3.3)."""
+    ``post`` are the digest sums of its positions before and after (protocol §3.3). ``changed`` counts the positions
+    that its deltas list; a delta that lists a whole range may list elements that did not change."""
 
     sha256: str
     size: int
@@ -151,6 +154,7 @@ class PayloadRef(Record):
     def __post_init__(self) -> None:
         _require(bool(_SHA256.fullmatch(self.sha256)), "payload name is not a SHA-256")
         _require(self.size <= MAX_PAYLOAD_BYTES, f"payload of {self.size} bytes")
+        _require(self.deltas <= MAX_DELTAS, f"payload of {self.deltas} deltas")
         _require(sum(self.streams.values()) <= MAX_STREAM_BYTES, "payload streams are too large")
 
 

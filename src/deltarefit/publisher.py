@@ -14,14 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from deltarefit import _kernel
 from deltarefit.anchors import seal_anchor
 from deltarefit.baseline import MemoryBaseline
-from deltarefit.codec import EncodedDelta, encode_delta, encode_full
 from deltarefit.digest import catalog_keys
+from deltarefit.encoding import SegmentEncoder
 from deltarefit.errors import (
     AlreadyExistsError,
     AttemptLostError,
+    DigestMismatch,
     IntegrityError,
     NotFoundError,
     RefitError,
@@ -38,7 +38,7 @@ from deltarefit.receiver import Receiver
 from deltarefit.recent import RecentPayloads
 from deltarefit.records import Digest, Record
 from deltarefit.runlog import RunLog, anchor_prefix, attempt_key, check_catalog, payload_prefix
-from deltarefit.weights import Segment, flat, segments
+from deltarefit.weights import Segment, segments
 
 CREATE_TRIES = 5
 
@@ -69,6 +69,7 @@ class Publisher:
     ``baseline`` holds the bits of the head between publishes: in memory by default, or any target (a checkpoint
     directory) that survives the process. A missing, old or wrong baseline is rebuilt from the store. A second
     publisher is harmless: whichever commits an attempt first wins and the other gets ``AttemptLostError``.
+    ``prove`` sums up the source's bits on every publish and commits only if base and changes lead exactly there.
     """
 
     def __init__(
@@ -79,12 +80,14 @@ class Publisher:
         baseline: Target | None = None,
         threads: int | None = None,
         payload_bytes: int = PAYLOAD_BYTES,
+        prove: bool = True,
         emit: Emit = ignore,
     ) -> None:
         self.source = source
         self.log = RunLog.open_or_create(store, source.catalog)
         self._threads = threads or os.cpu_count() or 1
         self._payload_bytes = payload_bytes
+        self._prove = prove
         self._emit = emit
         self._recent = RecentPayloads(store)
         self._baseline = baseline if baseline is not None else MemoryBaseline()
@@ -93,7 +96,7 @@ class Publisher:
         self._seconds: dict[str, float] = {}
         self._wire_bytes = 0
         self._step = 0
-        self._listed_unchanged: list[int] = []
+        self._changed = 0
 
     def publish(self, step: int = 0) -> Published:
         """Make the source's present bits the next version; returns when it is committed and the baseline holds it.
@@ -105,7 +108,6 @@ class Publisher:
         could not follow is told as an event, and brought up by the next publish.
         """
         self._seconds, self._wire_bytes, self._step = {}, 0, _step_number(step)
-        self._listed_unchanged.clear()
         started = time.perf_counter()
         check_catalog(self.source.catalog, self.log.catalog)
         coordinator = self._drive(self._new_coordinator())
@@ -146,6 +148,8 @@ class Publisher:
             except Exception as failure:
                 if coordinator.phase is Phase.COMMITTING and isinstance(failure, RefitError):
                     raise _unknown(coordinator.number, failure) from failure
+                if error is not None:
+                    raise error from failure  # closing the attempt failed too: the next publish does it
                 if not isinstance(action, m.Encode):
                     raise
                 error, event = failure, m.EncodeFailed(f"{type(failure).__name__}: {failure}"[:1000])
@@ -211,17 +215,26 @@ class Publisher:
         if intent.base == 0:
             return self._encode_anchor(intent)
         self._timed("prepare", lambda: self._move_baseline(intent.base))
-        refs = self._upload(self._encode_segment, payload_prefix(intent.attempt))
+        encoder = SegmentEncoder(self.source, self._baseline, self._keys, self._prove)
+        refs = self._upload(encoder.delta, payload_prefix(intent.attempt))
         manifest = ProducerManifest(self.log.run, intent.attempt, intent.base, 0, self._step, refs)
-        hint_anchor = self._newest_anchor()
-        return m.Encoded(manifest, intent.base_digest + manifest.shift, hint_anchor)
+        digest = intent.base_digest + manifest.shift
+        try:
+            encoder.check(digest)
+        except DigestMismatch:
+            self._zero.restart()
+            raise
+        self._changed = encoder.changed
+        return m.Encoded(manifest, digest, self._newest_anchor())
 
     def _encode_anchor(self, intent: Intent) -> m.Event:
         """The first version has nothing to apply to: it is an anchor, with a manifest that lists no payload."""
-        refs = self._upload(self._encode_whole_segment, anchor_prefix(intent.attempt) + "pl/")
+        encoder = SegmentEncoder(self.source, self._baseline, self._keys, prove=False)
+        refs = self._upload(encoder.whole, anchor_prefix(intent.attempt) + "pl/")
         digest = sum((ref.post for ref in refs), Digest())
         anchor = seal_anchor(self.log, intent.attempt, digest, refs, self.source.files())
         self._wire_bytes += len(anchor.to_bytes()) + sum(file.size for file in anchor.files)
+        self._changed = self.log.catalog.numel
         manifest = ProducerManifest(self.log.run, intent.attempt, 0, 0, self._step, ())
         return m.Encoded(manifest, digest, intent.attempt)
 
@@ -247,23 +260,6 @@ class Publisher:
         for ref in refs:
             if (found := self.log.store.size(prefix + ref.sha256)) != ref.size:
                 raise IntegrityError("a payload was stored short", expected=ref.size, found=found)
-
-    def _encode_segment(self, segment: Segment) -> EncodedDelta | None:
-        tensor, start, stop = segment
-        with (
-            self._baseline.window(tensor, start, stop) as (array, first),
-            self.source.read(tensor, start, stop) as new,
-        ):
-            old = flat(array, first, stop - start)
-            encoded = encode_delta(tensor, old, new, start, self._keys[tensor])
-            if encoded is not None and encoded.delta.count == stop - start:  # a list of everything may list the same
-                self._listed_unchanged.append(stop - start - _kernel.count_changed(old, new))
-            return encoded
-
-    def _encode_whole_segment(self, segment: Segment) -> EncodedDelta:
-        tensor, start, stop = segment
-        with self.source.read(tensor, start, stop) as new:
-            return encode_full(tensor, new, start, self._keys[tensor])
 
     # ------------------------------------------------------------------------------------ baseline
 
@@ -301,12 +297,11 @@ class Publisher:
 
     def _report(self, manifest: ProducerManifest, digest: Digest, anchor: int) -> Published:
         catalog = self.log.catalog
-        changed = manifest.changed - sum(self._listed_unchanged) if manifest.base else catalog.numel
         return Published(
             version=manifest.attempt,
             base=manifest.base,
             step=manifest.step,
-            changed=changed,
+            changed=self._changed,
             numel=catalog.numel,
             dense_bytes=catalog.dense_bytes,
             wire_bytes=self._wire_bytes,

@@ -92,11 +92,21 @@ class Receiver:
                 if (event := self._do(action)) is not None:
                     self._feed(event)
         except BaseException:
-            self._give_up()
+            self.restart()
             raise
         if once and self._machine.phase is Phase.LOST:
             raise NotFoundError("nothing to start from: the run has no committed version with an anchor")
         return self.version
+
+    def restart(self) -> None:
+        """Forget what is in memory, as a crash would: the next ``follow`` starts from the header (and proves it). Users
+        may go on where the weights are still whole."""
+        self._machine, self._started = self._new_machine(), False
+        self._queue.clear()
+        self._kept.clear()
+        header = self._read_header()
+        if header is not None and header.state is State.CLEAN:
+            self.target.resume()
 
     def close(self) -> None:
         """Let go of the threads. The target is left as it is."""
@@ -134,16 +144,6 @@ class Receiver:
                 next_step="The publisher's baseline was wrong. Start a new run in another store.",
             )
         self._diverged = before.version
-
-    def _give_up(self) -> None:
-        """Forget what is in memory; the header and the spool are enough to go on from. Users may go on where the
-        weights are still whole."""
-        self._machine, self._started = self._new_machine(), False
-        self._queue.clear()
-        self._kept.clear()
-        header = self._read_header()
-        if header is not None and header.state is State.CLEAN:
-            self.target.resume()
 
     def _read_header(self) -> Header | None:
         """The header; None, as on first start, if it is damaged."""

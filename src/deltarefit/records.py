@@ -14,7 +14,9 @@ import hashlib
 import json
 import types
 import typing
-from typing import Any, TypeVar
+from collections.abc import Hashable
+from functools import lru_cache
+from typing import Any, TypeVar, cast
 
 from deltarefit.errors import FormatError
 
@@ -127,8 +129,13 @@ def _plain(value: Any) -> Any:
     return value
 
 
+@lru_cache(maxsize=64)
+def _hints(cls: Hashable) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
 def _read_record(cls: type[R], body: Any, where: str) -> R:
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cast(Hashable, cls))
     names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     if not isinstance(body, dict) or sorted(body) != sorted(names):
         found = sorted(body) if isinstance(body, dict) else type(body).__name__

@@ -101,7 +101,7 @@ class Follower:
     def _lost(self) -> Step:
         """The bits are of no known version; the late-joiner path is the way back (protocol §3.7)."""
         lost = replace(self, phase=Phase.LOST, version=0, digest=Digest(), attempt=None, sets=False)
-        return lost, (WriteHeader(lost._header(State.UNKNOWN)), DropStage(), FindAnchor())
+        return lost, (Pause(), WriteHeader(lost._header(State.UNKNOWN)), DropStage(), FindAnchor())
 
     def _no_anchor(self, event: NoAnchor) -> Step:
         return self, (AwaitAttempt(1), FindAnchor())
@@ -111,7 +111,7 @@ class Follower:
         if anchor.digest != event.committed_digest:
             what = f"anchor {anchor.version} does not have the digest of its version"
             raise IntegrityError(what, expected=event.committed_digest, found=anchor.digest)
-        return replace(self, phase=Phase.SEEDING, anchor=anchor), (Pause(), LoadAnchor(anchor))
+        return replace(self, phase=Phase.SEEDING, anchor=anchor), (LoadAnchor(anchor),)
 
     def _seeded(self, event: AnchorLoaded) -> Step:
         anchor = self.anchor
