@@ -6,7 +6,7 @@
 namespace deltarefit::DR_LEVEL {
 
 constexpr u64 kSample = 16384;      // most changes looked at
-constexpr u64 kSmallSample = 4096;  // up to so many, all are
+constexpr u64 kSmallSample = 2048;  // up to so many, all are
 constexpr u64 kSampleRun = 512;     // else in pieces of so many
 constexpr double kNearlyConstant = 0.2;
 constexpr double kWorthAPlane = 0.99;
@@ -30,6 +30,36 @@ inline float n_log2_n(u32 n) {
   return float(n) * (exponent + 2.885390f * t * (1 + tt * (1.f / 3 + tt * (0.2f + tt * (1.f / 7)))));
 }
 
+// Bits of a Huffman code for a histogram of n bytes, `sum` being its sum of n_log2_n. Whole bits only hurt where
+// symbols are frequent: those of more than a sixteenth are coded as Huffman would, the others together as one
+// symbol and, among themselves, by their entropy.
+inline double huffman_bits(const u32* histogram, u64 n, double sum) {
+  u64 weights[17];
+  u32 items = 0;
+  u64 rest = n;
+  for (u32 i = 0; i < 256; ++i) {
+    if (u64(histogram[i]) * 16 <= n) continue;
+    weights[items++] = histogram[i];
+    rest -= histogram[i];
+    sum -= n_log2_n(histogram[i]);
+  }
+  double bits = double(n_log2_n(u32(rest))) - sum;
+  if (rest != 0) weights[items++] = rest;
+  if (items == 1) return rest != 0 ? bits : double(n);
+  for (; items > 1; --items) {
+    u32 low = 0, second = 1;  // places of the two lightest
+    if (weights[second] < weights[low]) low = 1, second = 0;
+    for (u32 i = 2; i < items; ++i) {
+      if (weights[i] < weights[low]) second = low, low = i;
+      else if (weights[i] < weights[second]) second = i;
+    }
+    weights[low] += weights[second];
+    bits += double(weights[low]);
+    weights[second] = weights[items - 1];
+  }
+  return bits;
+}
+
 // Estimated bits of a stream with this histogram of n bytes.
 inline double stream_bits(const u32* histogram, u64 n) {
   if (n == 0) return 0;
@@ -45,7 +75,7 @@ inline double stream_bits(const u32* histogram, u64 n) {
   const double entropy = double(n_log2_n(u32(n))) - sum + 0.72 * (symbols - 1);
   // What is constant in a small delta need not be in the stream that it becomes part of.
   if (n >= kSampleRun && entropy < kNearlyConstant * double(n)) return entropy;
-  return entropy > double(n) ? entropy : double(n);
+  return huffman_bits(histogram, n, sum);
 }
 
 // Four tables, so that a byte that comes again and again does not wait for its own last count.
