@@ -17,7 +17,7 @@ LAYERS: dict[str, int] = {
     "ports": 2, "baseline": 2, "events": 2,
     "sources": 3, "targets": 3, "stores": 3,
     "weights": 3, "runlog": 3, "recent": 3,
-    "anchors": 3, "anchoring": 3, "encoding": 3, "asof": 3, "pipeline": 3, "receiver": 3, "publisher": 3,
+    "anchors": 3, "anchoring": 3, "encoding": 3, "staging": 3, "asof": 3, "pipeline": 3, "receiver": 3, "publisher": 3,
     "cli": 4, "demo": 4, "bench": 4, "testing": 4, "doctor": 4, "compare": 4, "verify": 4, "inspection": 4,
 }  # fmt: skip
 ADAPTERS = {"sources", "targets", "stores"}

@@ -21,6 +21,7 @@ from deltarefit.protocol import follower as f
 from deltarefit.protocol import messages as m
 from deltarefit.records import Digest
 from deltarefit.runlog import RunLog
+from deltarefit.staging import Staging
 from deltarefit.stores.object import ObjectStore
 from deltarefit.weights import Weights
 from tests import mutant_checks as checks
@@ -106,20 +107,21 @@ def not_paused(patch: Patch) -> None:
 
 
 def not_flushed(patch: Patch) -> None:
-    real = Receiver._write
+    real = Staging.write
 
-    def write(self: Receiver, *arguments: Any) -> None:
-        flush, self.target.flush = self.target.flush, lambda: None  # type: ignore[method-assign]
+    def write(self: Staging, *arguments: Any) -> None:
+        target: Any = self._weights.target
+        flush, target.flush = target.flush, lambda: None
         try:
             real(self, *arguments)
         finally:
-            self.target.flush = flush  # type: ignore[method-assign]
+            target.flush = flush
 
-    patch.setattr(Receiver, "_write", write)
+    patch.setattr(Staging, "write", write)
 
 
 def values_not_spooled(patch: Patch) -> None:
-    patch.setattr(Receiver, "_values", lambda self, attempt, ref: None)
+    patch.setattr(Staging, "_values", lambda self, attempt, ref: None)
 
 
 def payloads_not_spooled_nor_fetched_again(patch: Patch) -> None:

@@ -12,25 +12,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from deltarefit.anchors import load_anchor
-from deltarefit.codec import Delta, open_payload
 from deltarefit.errors import IntegrityError, NotFoundError
 from deltarefit.events import Emit, Event, ignore
-from deltarefit.manifest import Header, PayloadRef, State
+from deltarefit.manifest import Header, State
 from deltarefit.ports import Store, Target
 from deltarefit.protocol import messages as m
 from deltarefit.protocol.follower import Follower, Phase
-from deltarefit.runlog import RunLog, payload_prefix
+from deltarefit.runlog import RunLog
+from deltarefit.staging import Staging
 from deltarefit.weights import Weights
 
-KEPT_BYTES = 128 << 20
-"""Decoded payloads kept between staging and writing, so that the pause does not pay for decoding them again."""
-
-VALUES = ".5e7"
-"""Ending of the spool entry that holds a payload's absolute values (spool names are hex: read it as "set")."""
-
-
+T = TypeVar("T")
 STOPS = (m.ReadAttempt, m.AwaitAttempt, m.FindAnchor, m.LoadAnchor, m.Stage)
 """Actions before which ``follow`` may stop: never between a pause and its resume, unless there is nothing to use."""
 
@@ -39,8 +34,7 @@ class Receiver:
     """Keeps one target at the head of one run. Not thread-safe; one receiver per target.
 
     ``poll_s`` is the wait between looks at the log. ``prove`` has the whole target read once at the start, and taken
-    for
-    lost if its bits are not those that its header claims.
+    for lost if its bits are not those that its header claims.
     """
 
     def __init__(
@@ -60,7 +54,7 @@ class Receiver:
         self._emit = emit
         self._pool = ThreadPoolExecutor(threads or os.cpu_count() or 1, thread_name_prefix="refit")
         self._weights = Weights(target, self.log.run, self.log.catalog, self._pool)
-        self._kept: dict[str, list[Delta]] = {}
+        self._staging = Staging(self.log, self._weights, emit)
         self._stop: Callable[[], bool] = lambda: False
         self._machine = self._new_machine()
         self._started = False
@@ -103,7 +97,7 @@ class Receiver:
         may go on where the weights are still whole."""
         self._machine, self._started = self._new_machine(), False
         self._queue.clear()
-        self._kept.clear()
+        self._staging.forget()
         header = self._read_header()
         if header is not None and header.state is State.CLEAN:
             self.target.resume()
@@ -169,17 +163,17 @@ class Receiver:
     def _say(self, type_: str, phase: str = "", version: int = 0, **rest: object) -> None:
         self._emit(Event(type_, phase, version, **rest))  # type: ignore[arg-type]
 
-    def _timed(self, phase: str, version: int, work: Callable[[], None]) -> None:
+    def _timed(self, phase: str, version: int, work: Callable[[], T]) -> T:
         started = time.perf_counter()
-        work()
+        result = work()
         self._timings[phase] = seconds = time.perf_counter() - started
         self._say("phase", phase, version, seconds=seconds)
+        return result
 
     # ------------------------------------------------------------------------------------ actions
 
     def _do(self, action: m.Action) -> m.Event | None:
-        name = "_do_" + type(action).__name__
-        answer: m.Event | None = getattr(self, name)(action)
+        answer: m.Event | None = getattr(self, f"_do_{type(action).__name__}")(action)
         return answer
 
     def _do_ReadAttempt(self, action: m.ReadAttempt) -> m.Event:  # noqa: N802
@@ -223,82 +217,17 @@ class Receiver:
         self._paused_at = 0.0
 
     def _do_DropStage(self, action: m.DropStage) -> None:  # noqa: N802
-        self._kept.clear()
-        self.target.spool.clear()
+        self._staging.drop()
 
     def _do_Stage(self, action: m.Stage) -> m.Event:  # noqa: N802
-        started = time.perf_counter()
-        refs = self._refs(action.attempt)
-        total = sum(ref.size for ref in refs)
-        sums, done = [], 0
-        for ref in refs:
-            sums.append(self._stage_payload(action.attempt.number, ref))
-            done += ref.size
-            self._say("progress", "stage", action.attempt.number, done=done, total=total)
-        self._timings["stage"] = time.perf_counter() - started
-        self._say("phase", "stage", action.attempt.number, seconds=self._timings["stage"])
-        return m.Staged(tuple(sums))
-
-    def _stage_payload(self, attempt: int, ref: PayloadRef) -> m.Sums:
-        """Fetch and check one payload; spool it with its absolute values, which are what a torn write is set to."""
-        deltas, data = self._fetch(attempt, ref)
-        pre, post, values = self._weights.preview(deltas)
-        self.target.spool.put(ref.sha256, data)
-        self.target.spool.put(ref.sha256 + VALUES, values)
-        if sum(d.nbytes for kept in self._kept.values() for d in kept) + sum(d.nbytes for d in deltas) <= KEPT_BYTES:
-            self._kept[ref.sha256] = deltas
-        return m.Sums(pre, post)
-
-    def _fetch(self, attempt: int, ref: PayloadRef) -> tuple[list[Delta], bytes]:
-        """A payload from the store, fetched a second time if the first copy is damaged (F15)."""
-        return self.log.fetch(
-            payload_prefix(attempt) + ref.sha256,
-            lambda data: (open_payload(data, ref, self.log.catalog), data),
-            lambda error: self._say("refetch", "stage", attempt, text=str(error)),
-        )
+        return m.Staged(self._timed("stage", action.attempt.number, lambda: self._staging.stage(action.attempt)))
 
     def _do_Classify(self, action: m.Classify) -> m.Event:  # noqa: N802
-        number = action.attempt.number
-        live = [self._weights.sums(self._deltas(number, ref)) for ref in self._refs(action.attempt)]
-        return m.Classified(tuple(live))
+        return m.Classified(self._staging.live(action.attempt))
 
     def _do_Write(self, action: m.Write) -> m.Event:  # noqa: N802
-        number, refs = action.attempt.number, self._refs(action.attempt)
-        for ref, op in zip(refs, action.ops, strict=True):
-            if op is m.Op.SET and self._values(number, ref) is None:
-                return m.ValuesLost()
-        self._timed("write", number, lambda: self._write(number, refs, action.ops))
-        live: list[object] = []
-        self._timed("verify", number, lambda: live.extend(self._weights.sums(self._deltas(number, r)) for r in refs))
-        return m.Written(tuple(live))  # type: ignore[arg-type]
-
-    def _write(self, attempt: int, refs: tuple[PayloadRef, ...], ops: tuple[m.Op, ...]) -> None:
-        for ref, op in zip(refs, ops, strict=True):
-            if op is m.Op.APPLY:
-                self._weights.apply(self._deltas(attempt, ref))
-            elif op is m.Op.SET:
-                self._say("torn", "write", attempt, text=f"payload {ref.sha256[:12]} was torn: setting absolute values")
-                self._weights.set(self._deltas(attempt, ref), self._values(attempt, ref) or b"")
-        self.target.flush()
-
-    def _values(self, attempt: int, ref: PayloadRef) -> bytes | None:
-        """The absolute values of a staged payload, or None if the spool does not have them whole."""
-        values = self.target.spool.get(ref.sha256 + VALUES)
-        size = sum(delta.count * delta.width for delta in self._deltas(attempt, ref))
-        return values if values is not None and len(values) == size else None
-
-    def _deltas(self, attempt: int, ref: PayloadRef) -> list[Delta]:
-        """A staged payload: from memory, else from the spool, else from the store."""
-        if (kept := self._kept.get(ref.sha256)) is not None:
-            return kept
-        data = self.target.spool.get(ref.sha256)
-        if data is not None:
-            try:
-                return open_payload(data, ref, self.log.catalog)
-            except IntegrityError as error:
-                self._say("refetch", "write", attempt, text=f"damaged in the spool: {error}")
-        return self._fetch(attempt, ref)[0]
-
-    @staticmethod
-    def _refs(attempt: m.Attempt) -> tuple[PayloadRef, ...]:
-        return attempt.manifest.payloads if attempt.manifest else ()
+        attempt = action.attempt
+        if not self._staging.can_write(attempt, action.ops):
+            return m.ValuesLost()
+        self._timed("write", attempt.number, lambda: self._staging.write(attempt, action.ops))
+        return m.Written(self._timed("verify", attempt.number, lambda: self._staging.live(attempt)))
