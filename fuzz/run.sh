@@ -9,7 +9,11 @@ kernel="$root/src/deltarefit/_kernel"
 out="$root/build/fuzz"
 mkdir -p "$out"
 
-compiler=${CXX:-$(command -v clang++ || echo g++)}
+works() {  # a clang++ without its run-time library cannot link a fuzz target
+  echo 'extern "C" int LLVMFuzzerTestOneInput(const char*, unsigned long) { return 0; }' > "$out/probe.cpp"
+  clang++ -fsanitize=fuzzer,address,undefined "$out/probe.cpp" -o "$out/probe" 2>/dev/null
+}
+compiler=${CXX:-$(works && echo clang++ || echo g++)}
 case "$compiler" in
   *clang*) kind=clang; watch="-fsanitize=fuzzer-no-link,address,undefined" ;;
   *) kind=gcc; watch="-fsanitize=address,undefined -fsanitize-coverage=trace-pc" ;;

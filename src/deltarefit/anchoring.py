@@ -9,22 +9,21 @@ hashes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deltarefit.anchors import read_files, seal_anchor
 from deltarefit.codec import EncodedDelta, encode_full
 from deltarefit.digest import catalog_keys
 from deltarefit.errors import DigestMismatch, IntegrityError, NotFoundError
-from deltarefit.events import Emit, Event, ignore
+from deltarefit.events import Emit, ignore
 from deltarefit.manifest import Anchor, PayloadRef
-from deltarefit.pipeline import PAYLOAD_BYTES, Upload, upload_segments
+from deltarefit.pipeline import PAYLOAD_BYTES, Upload, counted, upload_segments
 from deltarefit.ports import Store, Target
 from deltarefit.protocol.messages import Attempt
 from deltarefit.receiver import Receiver
 from deltarefit.records import Digest
 from deltarefit.runlog import RunLog, anchor_prefix
-from deltarefit.weights import Segment, flat, segments
+from deltarefit.weights import Segment, flat
 
 
 @dataclass(frozen=True)
@@ -82,15 +81,9 @@ def _upload(
         with baseline.window(tensor, start, stop) as (array, first):
             return encode_full(tensor, flat(array, first, stop - start), start, keys[tensor])
 
-    return upload_segments(_counted(log, version, emit), encode, upload, threads or os.cpu_count() or 1)
-
-
-def _counted(log: RunLog, version: int, emit: Emit) -> Iterator[Segment]:
-    total, done = log.catalog.dense_bytes, 0
-    for tensor, start, stop in segments(log.catalog):
-        yield tensor, start, stop
-        done += (stop - start) * log.catalog.tensors[tensor].width
-        emit(Event("progress", "anchor", version, done=done, total=total))
+    return upload_segments(
+        counted(log.catalog, "anchor", version, emit), encode, upload, threads or os.cpu_count() or 1
+    )
 
 
 def _proven(commit: Attempt, refs: tuple[PayloadRef, ...]) -> Digest:

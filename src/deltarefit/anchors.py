@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from deltarefit.codec import ALL, SET, Delta, check_object, open_payload
-from deltarefit.errors import AlreadyExistsError, FormatError, UsageError
+from deltarefit.errors import AlreadyExistsError, FormatError, UnavailableError, UsageError
 from deltarefit.events import Emit, Event
 from deltarefit.manifest import Anchor, Catalog, FileRef, PayloadRef
 from deltarefit.records import Digest
@@ -27,7 +27,7 @@ def seal_anchor(
     anchor = Anchor(log.run, version, digest, tuple(payloads), refs)
     try:
         log.store.create(anchor_prefix(version) + "anchor", anchor.to_bytes())
-    except AlreadyExistsError:
+    except (AlreadyExistsError, UnavailableError):
         if log.anchor(version) != anchor:  # not our own success seen again: its payloads may not be there
             raise
     return anchor

@@ -14,6 +14,7 @@ import numpy as np
 from deltarefit.elements import Elements
 from deltarefit.errors import BaseMismatch, NotFoundError, StorageFullError
 from deltarefit.manifest import Catalog, Header
+from deltarefit.ports import Spool
 
 
 class MemorySpool:
@@ -32,21 +33,38 @@ class MemorySpool:
         self._entries.clear()
 
 
-class MemoryBaseline:
-    """``ports.Target`` in memory; all room is claimed at ``seed``."""
+class NoSpool:
+    """``ports.Spool`` that keeps nothing: payloads are fetched again, and a torn write ends at the newest anchor."""
 
-    def __init__(self) -> None:
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        """Let go of it."""
+
+    def get(self, name: str) -> bytes | None:
+        return None
+
+    def clear(self) -> None:
+        """Nothing is there."""
+
+
+class MemoryBaseline:
+    """``ports.Target`` in memory.
+
+    ``spool`` is where staged payloads and values go, about twice the changed bytes; without one (``NoSpool``) memory
+    does not grow with the change, and an exception in the middle of a write costs a load from the newest anchor.
+    """
+
+    def __init__(self, spool: Spool | None = None) -> None:
         self._catalog: Catalog | None = None
         self._arrays: list[Elements] = []
         self._header: Header | None = None
-        self._spool = MemorySpool()
+        self._spool = spool if spool is not None else MemorySpool()
 
     @property
     def catalog(self) -> Catalog | None:
         return self._catalog
 
     @property
-    def spool(self) -> MemorySpool:
+    def spool(self) -> Spool:
         return self._spool
 
     def read_header(self) -> Header | None:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from deltarefit import _kernel
 from deltarefit.codec import EncodedDelta, encode_delta
 from deltarefit.errors import UsageError
-from deltarefit.events import Emit, Event, ignore
+from deltarefit.events import Emit, ignore
 from deltarefit.manifest import Catalog, TensorEntry
-from deltarefit.pipeline import PAYLOAD_BYTES, Upload, upload_segments
+from deltarefit.pipeline import PAYLOAD_BYTES, Upload, counted, upload_segments
 from deltarefit.ports import Source
-from deltarefit.weights import Segment, segments
+from deltarefit.weights import Segment
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,10 @@ def compare(
     alike = Catalog(tuple(TensorEntry(n, a[n].dtype, a[n].shape) for n in shared if _kind(a[n]) == _kind(b[n])))
     encoder = _Encoder(alike, first, second)
     refs = upload_segments(
-        _counted(alike, emit), encoder, Upload(_Nowhere(), "", payload_bytes), threads or os.cpu_count() or 1
+        counted(alike, "compare", 0, emit),
+        encoder,
+        Upload(_Nowhere(), "", payload_bytes),
+        threads or os.cpu_count() or 1,
     )
     return Comparison(
         tensors=tuple(TensorChange.of(e, n) for e, n in zip(alike.tensors, encoder.changed, strict=True)),
@@ -114,14 +117,6 @@ def compare(
 
 def _kind(entry: TensorEntry) -> str:
     return f"{entry.dtype} {list(entry.shape)}"
-
-
-def _counted(catalog: Catalog, emit: Emit) -> Iterator[Segment]:
-    done = 0
-    for tensor, start, stop in segments(catalog):
-        yield tensor, start, stop
-        done += (stop - start) * catalog.tensors[tensor].width
-        emit(Event("progress", "compare", done=done, total=catalog.dense_bytes))
 
 
 class _Encoder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from deltarefit.codec import open_payload
 from deltarefit.compare import TensorChange
@@ -132,7 +133,7 @@ def tensor_changes(log: RunLog, details: VersionDetails, emit: Emit = ignore) ->
     counts = [0] * len(log.catalog.tensors)
     total, done = sum(ref.size for ref in details.payloads), 0
     for ref in details.payloads:
-        for delta in open_payload(log.store.get(prefix + ref.sha256), ref, log.catalog):
+        for delta in log.fetch(prefix + ref.sha256, partial(open_payload, ref=ref, catalog=log.catalog)):
             counts[delta.tensor] += delta.count
         done += ref.size
         emit(Event("progress", "fetch", number, done=done, total=total))

@@ -13,15 +13,18 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from deltarefit.codec import EncodedDelta, PayloadBuilder
-from deltarefit.manifest import PayloadRef
+from deltarefit.events import Emit, Event
+from deltarefit.manifest import Catalog, PayloadRef
 from deltarefit.ports import Store
-from deltarefit.weights import Segment
+from deltarefit.weights import Segment, segments
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 PAYLOAD_BYTES = 32 << 20
 """Payloads are cut when their streams reach this many bytes; compressed they are at most about that large."""
+MOST_PAYLOAD_BYTES = 192 << 20
+"""More could exceed the format's limit, with the last segment on top."""
 ENCODE_AHEAD = 4
 """Segments being encoded or waiting, per thread."""
 UPLOADS = 2
@@ -37,7 +40,15 @@ class Upload:
     store: Store
     prefix: str
     payload_bytes: int = PAYLOAD_BYTES
-    on_payload: Callable[[PayloadRef, bytes], None] = lambda ref, data: None
+
+
+def counted(catalog: Catalog, phase: str, version: int, emit: Emit) -> Iterator[Segment]:
+    """All segments of a catalog, told as progress of ``phase`` in canonical bytes as they are taken."""
+    done = 0
+    for tensor, start, stop in segments(catalog):
+        yield tensor, start, stop
+        done += (stop - start) * catalog.tensors[tensor].width
+        emit(Event("progress", phase, version, done=done, total=catalog.dense_bytes))
 
 
 def upload_segments(
@@ -85,5 +96,4 @@ def _fill(encoded: Iterable[EncodedDelta | None], payload_bytes: int) -> Iterato
 def _seal(builder: PayloadBuilder, upload: Upload) -> PayloadRef:
     data, ref = builder.build()
     upload.store.put(upload.prefix + ref.sha256, data)
-    upload.on_payload(ref, data)
     return ref

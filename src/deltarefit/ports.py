@@ -1,6 +1,6 @@
 """The three contracts: where bits come from (Source), where they go (Target), what carries them (Store).
 
-Docstrings are the contract; ``deltarefit.testing`` holds a suite for each, which every implementation passes.
+Docstrings are the contract; ``deltarefit.testing.StoreContract`` is the suite that every store passes.
 Elements are unsigned integers of 1, 2, 4 or 8 bytes throughout (design §5): no port knows a float.
 """
 

@@ -11,11 +11,11 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from deltarefit.anchors import seal_anchor
-from deltarefit.baseline import MemoryBaseline
+from deltarefit.baseline import MemoryBaseline, NoSpool
 from deltarefit.digest import catalog_keys
 from deltarefit.encoding import SegmentEncoder
 from deltarefit.errors import (
@@ -25,12 +25,13 @@ from deltarefit.errors import (
     IntegrityError,
     NotFoundError,
     RefitError,
+    StorageFullError,
     UnavailableError,
     UsageError,
 )
 from deltarefit.events import Emit, Event, ignore
 from deltarefit.manifest import Intent, PayloadRef, ProducerManifest
-from deltarefit.pipeline import PAYLOAD_BYTES, EncodeSegment, Upload, upload_segments
+from deltarefit.pipeline import MOST_PAYLOAD_BYTES, PAYLOAD_BYTES, EncodeSegment, Upload, counted, upload_segments
 from deltarefit.ports import Source, Store, Target
 from deltarefit.protocol import messages as m
 from deltarefit.protocol.coordinator import FINAL, Coordinator, Phase
@@ -38,7 +39,6 @@ from deltarefit.receiver import Receiver
 from deltarefit.recent import RecentPayloads
 from deltarefit.records import Digest, Record
 from deltarefit.runlog import RunLog, anchor_prefix, attempt_key, check_catalog, payload_prefix
-from deltarefit.weights import Segment, segments
 
 CREATE_TRIES = 5
 
@@ -69,7 +69,7 @@ class Publisher:
     ``baseline`` holds the bits of the head between publishes: in memory by default, or any target (a checkpoint
     directory) that survives the process. A missing, old or wrong baseline is rebuilt from the store. A second
     publisher is harmless: whichever commits an attempt first wins and the other gets ``AttemptLostError``.
-    ``prove`` sums up the source's bits on every publish and commits only if base and changes lead exactly there.
+    ``prove`` sums up the source's bits beside every delta and commits only if base and changes lead exactly there.
     """
 
     def __init__(
@@ -85,12 +85,14 @@ class Publisher:
     ) -> None:
         self.source = source
         self.log = RunLog.open_or_create(store, source.catalog)
+        if not 0 < payload_bytes <= MOST_PAYLOAD_BYTES:
+            raise UsageError("payload_bytes", expected=f"1 .. {MOST_PAYLOAD_BYTES}", found=payload_bytes)
         self._threads = threads or os.cpu_count() or 1
         self._payload_bytes = payload_bytes
         self._prove = prove
         self._emit = emit
         self._recent = RecentPayloads(store)
-        self._baseline = baseline if baseline is not None else MemoryBaseline()
+        self._baseline = baseline if baseline is not None else MemoryBaseline(NoSpool())
         self._zero = Receiver(self._recent, self._baseline, threads=self._threads, emit=self._say_baseline)
         self._keys = catalog_keys(self.log.run, self.log.catalog)
         self._seconds: dict[str, float] = {}
@@ -117,7 +119,7 @@ class Publisher:
                 next_step="Publish again.",
             )
         version, anchor = coordinator.number, coordinator.outcome.anchor
-        self._settle("hint", lambda: self.log.put_hint(version, anchor))
+        self._settle("hint", lambda: self.log.put_hint(version, max(anchor, self.log.hint().anchor)))
         self._settle("baseline", lambda: self._move_baseline(version))
         self._seconds["total"] = time.perf_counter() - started
         return self._report(coordinator.manifest, coordinator.outcome.digest, anchor)
@@ -146,7 +148,7 @@ class Publisher:
             try:
                 event = self._do(action)
             except Exception as failure:
-                if coordinator.phase is Phase.COMMITTING and isinstance(failure, RefitError):
+                if coordinator.phase is Phase.COMMITTING:
                     raise _unknown(coordinator.number, failure) from failure
                 if error is not None:
                     raise error from failure  # closing the attempt failed too: the next publish does it
@@ -177,20 +179,26 @@ class Publisher:
     def _create(self, number: int, name: str, record: Record) -> m.Event:
         data = record.to_bytes()
         self._wire_bytes += len(data)
+        last: UnavailableError | None = None
         for attempt in range(CREATE_TRIES):
             try:
                 self.log.store.create(attempt_key(number, name), data)
             except AlreadyExistsError:
                 return self._taken(number, name)
-            except UnavailableError:
+            except StorageFullError:
+                raise
+            except UnavailableError as error:
                 if found := self._readable(number, name):
                     return found
+                last = error
                 time.sleep(0.1 * 2**attempt)
             else:
                 return m.Created()
         raise UnavailableError(
-            f"the store did not take {name} of attempt {number} in {CREATE_TRIES} tries", next_step="Publish again."
-        )
+            f"the store did not take {name} of attempt {number} in {CREATE_TRIES} tries",
+            found=last,
+            next_step="Publish again.",
+        ) from last
 
     def _taken(self, number: int, name: str) -> m.Event:
         """NotCreated, once what stands there can be read: a machine that reads nothing would ask again for ever."""
@@ -239,18 +247,10 @@ class Publisher:
         return m.Encoded(manifest, digest, intent.attempt)
 
     def _upload(self, encode: EncodeSegment, prefix: str) -> tuple[PayloadRef, ...]:
-        total, done = self.log.catalog.dense_bytes, 0
-
-        def counted() -> Iterator[Segment]:
-            nonlocal done
-            for tensor, start, stop in segments(self.log.catalog):
-                yield tensor, start, stop
-                done += (stop - start) * self.log.catalog.tensors[tensor].width
-                self._emit(Event("progress", "encode", done=done, total=total))
-
+        taken = counted(self.log.catalog, "encode", 0, self._emit)
         upload = Upload(self._recent, prefix, self._payload_bytes)
         refs: list[PayloadRef] = []
-        self._timed("encode", lambda: refs.extend(upload_segments(counted(), encode, upload, self._threads)))
+        self._timed("encode", lambda: refs.extend(upload_segments(taken, encode, upload, self._threads)))
         self._wire_bytes += sum(ref.size for ref in refs)
         self._check_stored(prefix, refs)
         return tuple(refs)
@@ -274,8 +274,8 @@ class Publisher:
         """After COMMIT: an error would say that nothing was committed, and the next publish makes good what failed."""
         try:
             self._timed(phase, work)
-        except RefitError as error:
-            self._emit(Event("behind", phase, text=str(error)))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the version is committed
+            self._emit(Event("behind", phase, text=str(error) or type(error).__name__))
 
     def _newest_anchor(self) -> int:
         found = self.log.newest_anchor()
@@ -318,7 +318,7 @@ def _step_number(step: int) -> int:
     return number
 
 
-def _unknown(number: int, failure: RefitError) -> UnavailableError:
+def _unknown(number: int, failure: Exception) -> UnavailableError:
     return UnavailableError(
         f"the outcome of attempt {number} is unknown: {failure}",
         next_step="Publish again: the next publish finds out what became of it.",

@@ -95,11 +95,14 @@ class Receiver:
     def restart(self) -> None:
         """Forget what is in memory, as a crash would: the next ``follow`` starts from the header (and proves it). Users
         may go on where the weights are still whole."""
+        lost = self._machine.phase is Phase.LOST  # proven wrong, though the header may not say so yet
         self._machine, self._started = self._new_machine(), False
         self._queue.clear()
         self._staging.forget()
+        self._timings.clear()
+        self._paused_at = 0.0
         header = self._read_header()
-        if header is not None and header.state is State.CLEAN:
+        if header is not None and header.state is State.CLEAN and not lost:
             self.target.resume()
 
     def close(self) -> None:
@@ -121,13 +124,13 @@ class Receiver:
 
     def _feed(self, event: m.Event) -> None:
         before = self._machine
-        self._machine, actions = before.on(event)
-        self._queue.extend(actions)
-        if self._machine.phase is Phase.LOST and before.phase not in (Phase.BOOT, Phase.LOST):
+        after, actions = before.on(event)
+        if after.phase is Phase.LOST and before.phase not in (Phase.BOOT, Phase.LOST) and event != m.NotStaged():
             self._refuse_twice(before)
-            self._say(
-                "diverged", version=before.version, text="live bits are of no known version: starting from an anchor"
-            )
+            text = "live bits are of no known version: starting from an anchor"
+            self._say("diverged", version=before.version, text=text)
+        self._machine = after
+        self._queue.extend(actions)
 
     def _refuse_twice(self, before: Follower) -> None:
         """Bits that come from an anchor are right: if the same version diverges again, the log is wrong, and a third
@@ -220,7 +223,16 @@ class Receiver:
         self._staging.drop()
 
     def _do_Stage(self, action: m.Stage) -> m.Event:  # noqa: N802
-        return m.Staged(self._timed("stage", action.attempt.number, lambda: self._staging.stage(action.attempt)))
+        try:
+            return m.Staged(self._timed("stage", action.attempt.number, lambda: self._staging.stage(action.attempt)))
+        except (IntegrityError, NotFoundError) as error:
+            found = self.log.newest_anchor()
+            if found is None or found[0].version <= self.version:
+                raise
+            self._say(
+                "skipped", version=action.attempt.number, text=f"{error} Going on from anchor {found[0].version}."
+            )
+            return m.NotStaged()
 
     def _do_Classify(self, action: m.Classify) -> m.Event:  # noqa: N802
         return m.Classified(self._staging.live(action.attempt))

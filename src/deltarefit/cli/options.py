@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from deltarefit.pipeline import PAYLOAD_BYTES
+from deltarefit.pipeline import MOST_PAYLOAD_BYTES, PAYLOAD_BYTES
 
 _OUTPUT, _ACCESS = "Output", "Store access"
 _STORE_HELP = (
@@ -70,7 +70,7 @@ PayloadBytes = Annotated[
         "--payload-bytes",
         metavar="N",
         min=1,
-        max=192 << 20,
+        max=MOST_PAYLOAD_BYTES,
         help="Cut payload objects at about this size before compression.",
         show_default=f"{PAYLOAD_BYTES >> 20} MiB",
     ),

@@ -28,6 +28,7 @@ from deltarefit.protocol.messages import (
     HeaderRead,
     LoadAnchor,
     NoAnchor,
+    NotStaged,
     Op,
     Pause,
     ReadAttempt,
@@ -94,7 +95,7 @@ class Follower:
             return self._lost()
         known = replace(self, version=header.version, digest=header.digest)
         if header.state is State.DIRTY:
-            return replace(known, phase=Phase.REDO), (ReadAttempt(header.target),)
+            return replace(known, phase=Phase.REDO), (Pause(), ReadAttempt(header.target))
         after, actions = known._clean()
         return after, (Resume(), *actions)  # the last agent may have died between CLEAN and its own Resume
 
@@ -151,7 +152,13 @@ class Follower:
             if sums.post != ref.post:
                 what = f"payload {ref.sha256[:12]} does not lead where its manifest says"
                 raise IntegrityError(what, expected=ref.post, found=sums.post)
-        return replace(self, phase=Phase.STAGED)._decided(self._attempt())
+        staged = replace(self, phase=Phase.STAGED)
+        if self._attempt().outcome is None:  # it may have been decided meanwhile
+            return staged, (ReadAttempt(self._attempt().number),)
+        return staged._decided(self._attempt())
+
+    def _not_staged(self, event: NotStaged) -> Step:
+        return self._lost()
 
     def _outcome(self, event: AttemptRead) -> Step:
         attempt = event.attempt
@@ -178,7 +185,7 @@ class Follower:
             raise IntegrityError(f"weights are being written to version {attempt.number}, which is not committed")
         if not self._is_base_of(attempt):
             return self._lost()
-        return replace(self, phase=Phase.CLASSIFYING, attempt=attempt), (Pause(), Classify(attempt))
+        return replace(self, phase=Phase.CLASSIFYING, attempt=attempt), (Classify(attempt),)
 
     def _classified(self, event: Classified) -> Step:
         """Guarded XOR: untouched payloads are applied, finished ones skipped, torn ones set."""
@@ -239,6 +246,7 @@ _HANDLERS: dict[tuple[Phase, type[Event]], Callable[[Follower, Any], Step]] = {
     (Phase.SEEDING, AnchorLoaded): Follower._seeded,
     (Phase.CLEAN, AttemptRead): Follower._seen,
     (Phase.STAGING, Staged): Follower._staged,
+    (Phase.STAGING, NotStaged): Follower._not_staged,
     (Phase.STAGED, AttemptRead): Follower._outcome,
     (Phase.REDO, AttemptRead): Follower._redo,
     (Phase.CLASSIFYING, Classified): Follower._classified,

@@ -103,7 +103,8 @@ class WriteHeader:
 
 @dataclass(frozen=True)
 class Stage:
-    """Fetch, check and keep all payloads, sum the live bits at their positions before and after; answer ``Staged``."""
+    """Fetch, check and keep all payloads, sum the live bits at their positions before and after; answer ``Staged``, or
+    ``NotStaged`` if a payload is lost or damaged for good and an anchor beyond this version exists."""
 
     attempt: Attempt
 
@@ -232,6 +233,11 @@ class Staged:
 
 
 @dataclass(frozen=True)
+class NotStaged:
+    """A payload is lost or damaged for good; an anchor leads past it."""
+
+
+@dataclass(frozen=True)
 class Classified:
     """Live sums per payload."""
 
@@ -277,6 +283,6 @@ class EncodeFailed:
 
 
 Event = (
-    HeaderRead | AttemptRead | AnchorFound | NoAnchor | AnchorLoaded | Staged | Classified | Written | ValuesLost
-    | Created | NotCreated | Encoded | EncodeFailed
+    HeaderRead | AttemptRead | AnchorFound | NoAnchor | AnchorLoaded | Staged | NotStaged | Classified | Written
+    | ValuesLost | Created | NotCreated | Encoded | EncodeFailed
 )  # fmt: skip
