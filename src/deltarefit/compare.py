@@ -135,7 +135,7 @@ class _Encoder:
             encoded = encode_delta(tensor, old, new, start, key=0)
             changed = _kernel.count_changed(old, new) if encoded is not None else 0
         if encoded is not None:
-            # Counted apart: a delta may carry a whole run or range in which not every element changed.
+            # Counted apart: a delta may carry a whole range in which not every element changed.
             with self._lock:
                 self.changed[tensor] += changed
         return encoded
