@@ -189,7 +189,7 @@ def forgets_another_run() -> None:
     chain, other = chain_of("some"), h.publish_chain(np.random.default_rng(32), ("some",))
     target = MemoryBaseline()
     h.followed(other.store, target)
-    assert h.followed(chain.store, target) == chain.head
+    assert h.followed(chain.store, target, switch_run=True) == chain.head
     assert h.bits(target) == chain.history[chain.head]
 
 

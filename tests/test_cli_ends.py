@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -235,3 +237,43 @@ def environment_of(server: Seaweed) -> dict[str, str]:
         "AWS_REGION": "us-east-1",
         "DELTAREFIT_ENDPOINT": server.endpoint,
     }
+
+
+def test_2_a_directory_that_is_no_store_and_a_store_that_is_no_directory(
+    desk: Desk, here: Here, tmp_path: Path
+) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("mine")
+    done = here("publish", desk.checkpoint(0), "--to", tmp_path / "notes")
+    assert done.code == 2
+    assert "is not a store" in done.err
+    assert [p.name for p in (tmp_path / "notes").iterdir()] == ["a.txt"]
+    assert here("publish", desk.checkpoint(0), "--to", "s3:/bucket/run").code == 2
+    assert "is a store" in here("follow", desk.store, "--into", desk.store, "--once").err
+
+
+def test_4_weights_of_another_run_are_kept_unless_asked(desk: Desk, here: Here, tmp_path: Path) -> None:
+    into, other = tmp_path / "into", tmp_path / "other"
+    assert here("follow", desk.store, "--into", into, "--once").code == 0
+    assert here("publish", desk.checkpoint(0), "--to", other, "--baseline", tmp_path / "base", "-q").out == "1\n"
+    refused = here("follow", other, "--into", into, "--once")
+    assert refused.code == 4
+    assert "weights of another run" in refused.err
+    assert here("verify", desk.store, into).last == "equal"
+    assert here("follow", other, "--into", into, "--once", "--switch-run").last == "1"
+
+
+def test_follow_waits_for_the_first_publish(desk: Desk, here: Here, tmp_path: Path) -> None:
+    store = tmp_path / "late"
+    assert here("follow", store, "--into", tmp_path / "into", "--once").code == 3
+    process = desk.start("follow", store, "--into", tmp_path / "into", "--poll", "0.1", stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        assert here("publish", desk.checkpoint(0), "--to", store, "--baseline", tmp_path / "base").code == 0
+        ready, _, _ = select.select([process.stdout], [], [], 60)
+        assert ready
+        assert process.stdout.readline() == "1\n"
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+    assert process.returncode == 0

@@ -14,7 +14,7 @@ import pytest
 
 from deltarefit import MemoryBaseline, Receiver
 from deltarefit.elements import Elements
-from deltarefit.errors import BaseMismatch, FormatError, IntegrityError, NotFoundError, UnavailableError
+from deltarefit.errors import BaseMismatch, FormatError, IntegrityError, UnavailableError
 from deltarefit.manifest import Catalog, Header, Intent, ProducerManifest, State
 from deltarefit.ports import Store
 from deltarefit.records import Digest, Record
@@ -59,13 +59,25 @@ def test_bits_changed_behind_its_back_are_found_when_they_are_touched(rng: np.ra
     assert heard["diverged"] == 1
 
 
+def test_weights_of_another_run_are_not_replaced_unasked(chain: h.Chain, rng: np.random.Generator) -> None:
+    other = h.publish_chain(rng, ("some",))
+    target = MemoryBaseline()
+    h.followed(other.store, target)
+    before = target.read_header()
+    with pytest.raises(BaseMismatch, match="another run"):
+        h.followed(chain.store, target)
+    assert target.read_header() == before
+    assert h.bits(target) == other.history[other.head]
+    assert h.followed(other.store, target) == other.head
+
+
 def test_a_header_of_another_run_means_nothing(chain: h.Chain, rng: np.random.Generator) -> None:
     other = h.publish_chain(rng, ("some",))
     target = h.StrictTarget(RunLog.open(other.store).run)
     target._run = RunLog.open(other.store).run
     h.followed(other.store, target)
     target._run = RunLog.open(chain.store).run
-    assert h.followed(chain.store, target) == chain.head
+    assert h.followed(chain.store, target, switch_run=True) == chain.head
     assert h.bits(target) == chain.history[chain.head]
 
 
@@ -183,7 +195,7 @@ def test_a_payload_lost_from_the_store_is_an_error_and_harmless(
     assert manifest is not None
     own.store.delete(payload_prefix(3) + manifest.payloads[-1].sha256)
     target = h.strict_target(own.store)
-    with pytest.raises(NotFoundError):
+    with pytest.raises(IntegrityError, match="lost a payload"):
         h.followed(own.store, target)
     assert h.state_of(target) == (State.CLEAN, 2)
     assert h.bits(target) == own.history[2]

@@ -93,7 +93,9 @@ class Publisher:
         self._emit = emit
         self._recent = RecentPayloads(store)
         self._baseline = baseline if baseline is not None else MemoryBaseline(NoSpool())
-        self._zero = Receiver(self._recent, self._baseline, threads=self._threads, emit=self._say_baseline)
+        self._zero = Receiver(
+            self._recent, self._baseline, threads=self._threads, emit=self._say_baseline, switch_run=True
+        )
         self._keys = catalog_keys(self.log.run, self.log.catalog)
         self._seconds: dict[str, float] = {}
         self._wire_bytes = 0

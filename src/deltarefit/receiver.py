@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from deltarefit.anchors import load_anchor
-from deltarefit.errors import IntegrityError, NotFoundError
+from deltarefit.errors import BaseMismatch, IntegrityError, NotFoundError
 from deltarefit.events import Emit, Event, ignore
 from deltarefit.manifest import Header, State
 from deltarefit.ports import Store, Target
@@ -34,7 +34,8 @@ class Receiver:
     """Keeps one target at the head of one run. Not thread-safe; one receiver per target.
 
     ``poll_s`` is the wait between looks at the log. ``prove`` has the whole target read once at the start, and taken
-    for lost if its bits are not those that its header claims.
+    for lost if its bits are not those that its header claims. A target that holds weights of another run is refused,
+    untouched, unless ``switch_run`` says that they may be replaced.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class Receiver:
         threads: int | None = None,
         poll_s: float = 1.0,
         prove: bool = True,
+        switch_run: bool = False,
     ) -> None:
         self.log = RunLog.open(store)
         self.target = target
         self.poll_s = poll_s
         self.prove = prove
+        self._switch_run = switch_run
         self._emit = emit
         self._pool = ThreadPoolExecutor(threads or os.cpu_count() or 1, thread_name_prefix="refit")
         self._weights = Weights(target, self.log.run, self.log.catalog, self._pool)
@@ -88,7 +91,7 @@ class Receiver:
         except BaseException:
             self.restart()
             raise
-        if once and self._machine.phase is Phase.LOST:
+        if once and self._machine.phase is Phase.LOST and not stop():
             raise NotFoundError("nothing to start from: the run has no committed version with an anchor")
         return self.version
 
@@ -152,6 +155,14 @@ class Receiver:
 
     def _believable_header(self) -> Header | None:
         header = self._read_header()
+        if header is not None and header.run != self.log.run and not self._switch_run:
+            step = "Give each run an empty directory (or model) of its own, or say that its weights may be replaced: "
+            raise BaseMismatch(
+                "the target holds weights of another run",
+                expected=self.log.run,
+                found=header.run,
+                next_step=step + "follow --switch-run, Receiver(switch_run=True).",
+            )
         ours = (self.log.run, self.log.catalog.identity)
         if header is None or header.state is not State.CLEAN or (header.run, header.catalog) != ours or not self.prove:
             return header

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deltarefit.codec import Delta, open_payload
-from deltarefit.errors import IntegrityError
+from deltarefit.errors import IntegrityError, NotFoundError
 from deltarefit.events import Emit, Event
 from deltarefit.manifest import PayloadRef
 from deltarefit.protocol.messages import Attempt, Op, Sums
@@ -103,11 +103,19 @@ class Staging:
 
     def _fetch(self, attempt: int, ref: PayloadRef) -> tuple[list[Delta], bytes]:
         """A payload from the store, fetched a second time if the first copy is damaged (F15)."""
-        return self._log.fetch(
-            payload_prefix(attempt) + ref.sha256,
-            lambda data: (open_payload(data, ref, self._log.catalog), data),
-            lambda error: self._say("refetch", attempt, str(error)),
-        )
+        key = payload_prefix(attempt) + ref.sha256
+        step = f"Restore {key}, or where a baseline holds the head: deltarefit anchor STORE."
+        try:
+            return self._log.fetch(
+                key,
+                lambda data: (open_payload(data, ref, self._log.catalog), data),
+                lambda error: self._say("refetch", attempt, f"fetching again for version {attempt}: {error.what}"),
+            )
+        except NotFoundError as error:
+            raise IntegrityError(f"version {attempt} has lost a payload", expected=key, next_step=step) from error
+        except IntegrityError as error:
+            what = f"version {attempt}: {error.what}"
+            raise type(error)(what, expected=error.expected, found=error.found, next_step=step) from error
 
     def _say(self, type_: str, attempt: int, text: str) -> None:
         self._emit(Event(type_, version=attempt, text=text))

@@ -13,11 +13,11 @@ from typing import TypeVar
 from deltarefit.cli import options, words
 from deltarefit.cli.output import Output
 from deltarefit.cli.verbs import Call, Terminated, app, verb
-from deltarefit.errors import NotFoundError, UnavailableError
+from deltarefit.errors import NotFoundError, UnavailableError, UsageError
 from deltarefit.events import Emit, Event
 from deltarefit.ports import Store
 from deltarefit.receiver import Receiver
-from deltarefit.runlog import RunLog
+from deltarefit.runlog import RUN, RunLog
 from deltarefit.targets.checkpoint import CheckpointTarget
 
 T = TypeVar("T")
@@ -34,6 +34,7 @@ def follow(
     once: options.Once = False,
     poll: options.Poll = 1.0,
     no_prove: options.NoProve = False,
+    switch_run: options.SwitchRun = False,
 ) -> int:
     """Keep a checkpoint directory at the newest version of a run.
 
@@ -46,13 +47,19 @@ def follow(
 
     Example: [bold]deltarefit follow s3://bucket/run7 --into /models/policy[/]
     """
-    objects = call.remote.existing(store)
+    if (into / RUN).is_file():
+        raise UsageError(f"{into} is a store", expected="a directory for weights", next_step="Choose another --into.")
     with Stop() as stop, call.out.progress() as bars:
         patience = Patience(call.out, stop, endless=not once)
-        patience.run(lambda: _await_run(objects, patience))  # before DIR is made: the address may be wrong
+        # Before DIR is made: the address may be wrong.
+        objects = patience.run(lambda: _await_run(call, store, patience))
+        if objects is None:
+            return 128 + stop.number if once else 0
         with closing(CheckpointTarget(into)) as target:
             report = Report(call.out, bars, patience)
-            receiver = patience.run(lambda: Receiver(objects, target, emit=report, poll_s=poll, prove=not no_prove))
+            receiver = patience.run(
+                lambda: Receiver(objects, target, emit=report, poll_s=poll, prove=not no_prove, switch_run=switch_run)
+            )
             if receiver is not None:
                 with closing(receiver):
                     patience.run(lambda: receiver.follow(once=once, stop=stop.asked))
@@ -60,10 +67,12 @@ def follow(
     return 128 + stop.number if once and stop.number else 0
 
 
-def _await_run(objects: Store, patience: Patience) -> None:
+def _await_run(call: Call, store: str, patience: Patience) -> Store:
     """Receivers may start before the first publish: without ``--once`` a run that is not there yet is waited for."""
     try:
+        objects = call.remote.existing(store)
         RunLog.open(objects)
+        return objects
     except NotFoundError as error:
         if not patience.endless:
             raise

@@ -86,6 +86,10 @@ NoProve = Annotated[
         help="Trust DIR's header at the start, instead of reading all of DIR once to prove its bits.",
     ),
 ]
+SwitchRun = Annotated[
+    bool,
+    typer.Option("--switch-run", help="If DIR holds weights of another run, replace them instead of refusing."),
+]
 Attempts = Annotated[int, typer.Option("-n", "--attempts", metavar="N", min=1, help="How many, the newest.")]
 Top = Annotated[
     int,

@@ -8,13 +8,16 @@ store's own library knows.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltarefit.errors import NotFoundError
+from deltarefit.errors import NotFoundError, UsageError
 from deltarefit.ports import Store
 from deltarefit.runlog import RUN
 from deltarefit.stores import open_store
+
+_STORE_NAMES = ("a", "anchor", "catalog", "head", "~tmp")
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,10 @@ class Remote:
 
     def open(self, url: str) -> Store:
         """The store, for verbs that may start a new run in it. A directory is made."""
+        path = _directory_of(url)
+        if path is not None and path.is_dir() and _has_other_files(path):
+            step = "Choose an empty or new directory for the run."
+            raise UsageError(f"{url} is not a store", found="a directory with other files", next_step=step)
         if not url.startswith("s3://"):
             return open_store(url, endpoint=self.endpoint, region=self.region)
         endpoint = self.endpoint or _environment("DELTAREFIT_ENDPOINT", "AWS_ENDPOINT_URL")
@@ -34,8 +41,8 @@ class Remote:
 
     def existing(self, url: str) -> Store:
         """The store, for verbs that need a run in it: a mistyped directory is not made."""
-        path = Path(url.removeprefix("file://")).expanduser()
-        if _is_directory_url(url) and not (path / RUN).is_file():
+        path = _directory_of(url)
+        if path is not None and not (path / RUN).is_file():
             found = "a directory without a run" if path.is_dir() else "no such directory"
             step = "Publish a checkpoint there first, or check the address."
             raise NotFoundError(f"no run at {url}", found=found, next_step=step)
@@ -57,5 +64,14 @@ def _environment(*names: str) -> str | None:
     return next((value for name in names if (value := os.environ.get(name))), None)
 
 
-def _is_directory_url(url: str) -> bool:
-    return "://" not in url or url.startswith("file://")
+def _has_other_files(path: Path) -> bool:
+    """Whether a directory holds what no store does; a first publish that was killed leaves only our own names."""
+    names = {entry.name for entry in path.iterdir()}
+    return RUN not in names and any(name not in _STORE_NAMES and not name.startswith("doctor-") for name in names)
+
+
+def _directory_of(url: str) -> Path | None:
+    """The directory that a store URL names, or None for another kind of store."""
+    if re.match(r"[A-Za-z0-9]+:/(?!/)", url):
+        raise UsageError(f"bad store address {url}", expected="two slashes, as in s3://bucket/prefix")
+    return None if "://" in url and not url.startswith("file://") else Path(url.removeprefix("file://")).expanduser()

@@ -177,6 +177,10 @@ def run(argv: list[str]) -> int:
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         code = app(argv or ["--help"], prog_name="deltarefit", standalone_mode=False)
+    except Terminated:  # before or after the verb itself
+        return 128 + signal.SIGTERM
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except Exception as error:
         if not hasattr(error, "format_message"):  # click's own, wherever this version of typer keeps it
             raise
