@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deltarefit.bench import codec
+from deltarefit.bench import codec, memory
 from deltarefit.bench.codec import Case
 from deltarefit.bench.data import generated_pair
 from deltarefit.bench.report import table
@@ -68,3 +68,9 @@ def test_records_are_part_of_the_wire() -> None:
     )
     payloads = codec.encode_model(catalog, olds, news)
     assert codec.wire_bytes(payloads) > sum(ref.size for _, ref in payloads)
+
+
+def test_peak_memory_is_that_of_the_program_not_of_its_caller() -> None:
+    ballast = np.ones(400 << 20, np.uint8)
+    peak = memory._peak("--version")
+    assert 10 << 20 < peak < ballast.nbytes
