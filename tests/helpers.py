@@ -341,6 +341,13 @@ def strict_target(store: Store) -> StrictTarget:
     return StrictTarget(RunLog.open(store).run)
 
 
+def received(store: Store) -> list[bytes]:
+    """What a new receiver ends up with."""
+    target = strict_target(store)
+    followed(store, target)
+    return bits(target)
+
+
 def state_of(target: Target) -> tuple[State, int]:
     """What its header says: state and version."""
     header = target.read_header()

@@ -38,12 +38,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return h.new_store() if request.param == "memory" else open_store(str(tmp_path / "store"))
 
 
-def received(store: Store) -> list[bytes]:
-    target = h.StrictTarget(RunLog.open(store).run)
-    h.followed(store, target)
-    return h.bits(target)
-
-
 # ------------------------------------------------------------------------------------------ one publisher
 
 
@@ -97,7 +91,7 @@ def test_a_numpy_step_is_a_number_and_others_are_refused(rng: np.random.Generato
             with pytest.raises(UsageError, match="step"):
                 publisher.publish(bad)
         assert publisher.publish(8).version == 4, "a refused step left something in the log"
-    assert received(store) == h.bytes_of(source.model)
+    assert h.received(store) == h.bytes_of(source.model)
 
 
 def test_back_to_older_weights(store: Store, rng: np.random.Generator) -> None:
@@ -111,7 +105,7 @@ def test_back_to_older_weights(store: Store, rng: np.random.Generator) -> None:
         for name, array in old.items():
             source.model[name][...] = array
         assert publisher.publish().version == 3
-    assert received(store) == h.bytes_of(old)
+    assert h.received(store) == h.bytes_of(old)
     log = RunLog.open(store)
     outcomes = [log.version(number).outcome for number in (1, 3)]
     assert len({outcome.digest for outcome in outcomes if outcome}) == 1
@@ -132,7 +126,7 @@ def test_all_bit_patterns_survive(rng: np.random.Generator) -> None:
             for array in model.values():
                 array[:] = np.roll(array, shift)
             publisher.publish()
-            assert received(store) == h.bytes_of(model)
+            assert h.received(store) == h.bytes_of(model)
 
 
 def test_the_same_model_in_a_new_store_is_another_run(rng: np.random.Generator) -> None:
@@ -198,7 +192,7 @@ def test_a_source_that_fails_aborts_the_attempt(rng: np.random.Generator, error:
         assert type(error).__name__ in outcome.reason
         source.error = None
         assert publisher.publish().version == at + 1
-    assert received(store) == h.bytes_of(source.model)
+    assert h.received(store) == h.bytes_of(source.model)
 
 
 def test_an_interrupt_leaves_an_attempt_that_the_next_publish_closes(rng: np.random.Generator) -> None:
@@ -213,7 +207,7 @@ def test_an_interrupt_leaves_an_attempt_that_the_next_publish_closes(rng: np.ran
         source.error = None
         assert publisher.publish().version == 3
     assert h.check_linear(store) == [1, 3]
-    assert received(store) == h.bytes_of(source.model)
+    assert h.received(store) == h.bytes_of(source.model)
 
 
 def test_side_file_names_that_cannot_be_are_an_error_of_ours(rng: np.random.Generator) -> None:
@@ -274,7 +268,7 @@ def test_a_record_that_exists_and_is_not_found_has_a_deadline(
     with pytest.raises(UnavailableError, match="is unknown" if name == "outcome" else "exists"):
         h.published(_NeverShows(chain.store, name), chain.source)
     h.published(chain.store, chain.source)
-    assert received(chain.store) == h.bytes_of(chain.source.model)
+    assert h.received(chain.store) == h.bytes_of(chain.source.model)
 
 
 class _SaysTaken(k.KillingStore):
@@ -289,7 +283,7 @@ class _SaysTaken(k.KillingStore):
 def test_our_own_anchor_record_seen_again_counts(rng: np.random.Generator) -> None:
     source, store = h.ArraySource(h.random_model(rng)), h.new_store()
     assert h.published(_SaysTaken(store, k.Fuse(1 << 60)), source) == 1
-    assert received(store) == h.bytes_of(source.model)
+    assert h.received(store) == h.bytes_of(source.model)
 
 
 def test_the_anchor_record_of_another_does_not_count(rng: np.random.Generator) -> None:
@@ -301,7 +295,7 @@ def test_the_anchor_record_of_another_does_not_count(rng: np.random.Generator) -
     with pytest.raises(AlreadyExistsError):
         h.published(store, source)
     assert h.published(store, source) == 2
-    assert received(store) == h.bytes_of(source.model)
+    assert h.received(store) == h.bytes_of(source.model)
 
 
 # ------------------------------------------------------------------------------------------ baselines
@@ -316,7 +310,7 @@ def restart(chain: h.Chain, baseline: MemoryBaseline | None, rng: np.random.Gene
     h.step(rng, chain.source.model, "some")
     heard = h.Heard()
     h.published(chain.store, chain.source, baseline=baseline, emit=heard)
-    assert received(chain.store) == h.bytes_of(chain.source.model)
+    assert h.received(chain.store) == h.bytes_of(chain.source.model)
     return seeds(heard)
 
 
@@ -394,4 +388,4 @@ def test_a_bit_flipped_in_the_baseline_gets_no_commit(rng: np.random.Generator) 
         with contextlib.suppress(RefitError):
             publisher.publish()
         publisher.publish()
-    assert received(store) == h.bytes_of(source.model)
+    assert h.received(store) == h.bytes_of(source.model)

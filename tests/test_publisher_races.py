@@ -31,12 +31,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return h.new_store() if request.param == "memory" else open_store(str(tmp_path / "store"))
 
 
-def received(store: Store) -> list[bytes]:
-    target = h.StrictTarget(RunLog.open(store).run)
-    h.followed(store, target)
-    return h.bits(target)
-
-
 def test_racing_publishers_make_one_linear_history(store: Store) -> None:
     """Every version has exactly the bits of the one publish that said so; a loser is told, and may try again."""
     model = h.random_model(np.random.default_rng(22), h.SMALL)
@@ -114,10 +108,10 @@ def test_overtaken_at_every_step(rng: np.random.Generator, name: str, after: boo
     with contextlib.closing(Publisher(between, mine, threads=1)) as publisher:
         with pytest.raises(AttemptLostError):
             publisher.publish()
-        assert received(store) == h.bytes_of(other.model)
+        assert h.received(store) == h.bytes_of(other.model)
         version = publisher.publish().version
     assert h.check_linear(store)[-1] == version
-    assert received(store) == h.bytes_of(mine.model)
+    assert h.received(store) == h.bytes_of(mine.model)
 
 
 def test_a_publisher_that_was_away_for_versions_publishes_on_top(rng: np.random.Generator) -> None:
@@ -130,7 +124,7 @@ def test_a_publisher_that_was_away_for_versions_publishes_on_top(rng: np.random.
             h.step(rng, other.model, "some")
             h.published(store, other)
         assert publisher.publish().version == 5
-    assert received(store) == h.bytes_of(mine.model)
+    assert h.received(store) == h.bytes_of(mine.model)
 
 
 def test_a_wrong_hint_only_costs_time(rng: np.random.Generator) -> None:
@@ -138,10 +132,10 @@ def test_a_wrong_hint_only_costs_time(rng: np.random.Generator) -> None:
     log = RunLog.open(chain.store)
     for head, anchor in ((0, 0), (1, 1), (3, 3), (99, 99), (2**63, 2**63)):
         log.put_hint(head, anchor)
-        assert received(chain.store) == h.bytes_of(chain.source.model)
+        assert h.received(chain.store) == h.bytes_of(chain.source.model)
     for garbage in (b"", b"x" * 200):
         chain.store.put("head", garbage)
-        assert received(chain.store) == h.bytes_of(chain.source.model)
+        assert h.received(chain.store) == h.bytes_of(chain.source.model)
     chain.store.delete("head")
     assert h.published(chain.store, chain.source) == 4
 

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deltarefit import _kernel
 from deltarefit.codec import EncodedDelta, encode_delta
+from deltarefit.encoding import changed_elements
 from deltarefit.errors import UsageError
 from deltarefit.events import Emit, ignore
 from deltarefit.manifest import Catalog, TensorEntry
@@ -133,11 +133,9 @@ class _Encoder:
         old_id, new_id = self._ids[tensor]
         with self._first.read(old_id, start, stop) as old, self._second.read(new_id, start, stop) as new:
             encoded = encode_delta(tensor, old, new, start, key=0)
-            changed = _kernel.count_changed(old, new) if encoded is not None else 0
-        if encoded is not None:
-            # Counted apart: a delta may carry a whole range in which not every element changed.
-            with self._lock:
-                self.changed[tensor] += changed
+            changed = changed_elements(encoded, old, new)
+        with self._lock:
+            self.changed[tensor] += changed
         return encoded
 
 

@@ -7,10 +7,17 @@ import threading
 from deltarefit import _kernel
 from deltarefit.codec import EncodedDelta, encode_delta, encode_full
 from deltarefit.digest import array_digest
+from deltarefit.elements import Elements
 from deltarefit.errors import DigestMismatch
 from deltarefit.ports import Source, Target
 from deltarefit.records import Digest
 from deltarefit.weights import Segment, flat
+
+
+def changed_elements(encoded: EncodedDelta | None, old: Elements, new: Elements) -> int:
+    """How many elements of a range differ. A delta that lists the whole range may list what did not change, too."""
+    listed = encoded.delta.count if encoded else 0
+    return listed if listed < new.size else _kernel.count_changed(old, new)
 
 
 class SegmentEncoder:
@@ -37,10 +44,7 @@ class SegmentEncoder:
         ):
             old = flat(array, first, stop - start)
             encoded = encode_delta(tensor, old, new, start, key)
-            changed = encoded.delta.count if encoded else 0
-            if changed == stop - start:  # a delta that lists everything may list what did not change, too
-                changed = _kernel.count_changed(old, new)
-            self._note(changed, array_digest(new, start, key) if self._prove else Digest())
+            self._note(changed_elements(encoded, old, new), array_digest(new, start, key) if self._prove else Digest())
             return encoded
 
     def whole(self, segment: Segment) -> EncodedDelta:

@@ -64,7 +64,7 @@ def write_durably(path: Path, data: bytes | memoryview) -> None:
     """Replace the file as a whole: after a crash at any instant it has the old bytes or the new ones."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_LEFTOVER}")
     try:
-        _write_new(temporary, memoryview(data).cast("B"))
+        write_new(temporary, memoryview(data).cast("B"))
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
@@ -72,7 +72,8 @@ def write_durably(path: Path, data: bytes | memoryview) -> None:
     fsync_directory(path.parent)
 
 
-def _write_new(path: Path, data: memoryview) -> None:
+def write_new(path: Path, data: memoryview) -> None:
+    """Write flat bytes to a new file and fsync it. Its name is not durable yet."""
     with path.open("xb", buffering=0) as file:
         while data:
             data = data[file.write(data) :]

@@ -12,7 +12,6 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from deltarefit.errors import FormatError
 from deltarefit.records import Digest, Record
 
 MAX_TENSORS = 1 << 22
@@ -194,7 +193,7 @@ class Outcome(Record):
 
     ``manifests`` are the SHA-256 of the producer manifests' bytes; ``digest`` the digest of the new version;
     ``anchor`` the newest anchor that the writer knows (0: none). ``members`` and ``evicted`` are reserved
-    for vote policies (format §3.5). An ABORT has a ``reason`` and otherwise zeros.
+    for vote policies (docs/format.md §2). An ABORT has a ``reason`` and otherwise zeros.
     """
 
     run: str
@@ -259,8 +258,8 @@ class State(str, enum.Enum):
 class Header(Record):
     """The state of one copy of the weights; lives and dies with them (protocol §3.2).
 
-    ``digest`` belongs to ``version``. ``progress`` counts finished payloads while UNKNOWN (seeding) and is advice,
-    never trusted, while DIRTY. ``incarnation`` changes whenever the memory that holds the weights is new.
+    ``digest`` belongs to ``version``. ``progress`` is reserved (0).
+    ``incarnation`` changes whenever the memory that holds the weights is new.
     """
 
     run: str
@@ -271,9 +270,3 @@ class Header(Record):
     digest: Digest
     progress: int
     incarnation: str
-
-
-def check_run(found: str, expected: str, where: str) -> None:
-    """Refuse a record of another run (F53)."""
-    if found != expected:
-        raise FormatError(f"{where} belongs to another run", expected=expected, found=found)

@@ -19,14 +19,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from deltarefit.errors import AlreadyExistsError, RefitError, UnavailableError, UsageError
-from deltarefit.localfiles import fsync_directory
+from deltarefit.localfiles import fsync_directory, write_new
 from deltarefit.stores.disk import (
     disk_errors,
     file_size,
     make_root,
     place,
     read_range,
-    write_new,
 )
 from deltarefit.stores.keys import check_key, check_prefix, check_range, flat, is_key, missing
 

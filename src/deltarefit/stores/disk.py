@@ -63,14 +63,6 @@ def place(path: Path, step: Callable[[], None]) -> None:
     )
 
 
-def write_new(path: Path, data: memoryview) -> None:
-    """Write flat bytes to a new file and fsync it. Its name is not durable yet."""
-    with path.open("xb", buffering=0) as file:
-        while data:
-            data = data[file.write(data) :]
-        os.fsync(file.fileno())
-
-
 def read_range(path: Path, start: int, length: int | None) -> tuple[bytes, int]:
     """The bytes of a range, as far as they exist, and how many names the file has."""
     with path.open("rb") as file:
