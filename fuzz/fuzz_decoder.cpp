@@ -1,7 +1,8 @@
 // Fuzz target: any record with any slices, through everything that reads a delta, at every instruction level.
 //
-// Input: a byte of flags; the nine columns of the record, as one byte each (three for the code) or as eight; then the
-// bytes of the slices, one behind the other, as long as the record wants them (zeros when the input ends early).
+// Input: a byte of flags; the columns of the record, as one byte each (three for the code) or as eight, its four rows
+// columns last; then the bytes of the slices, one behind the other, as long as the record wants them (zeros when the
+// input ends early).
 // Besides what the sanitizers see, levels must agree, and a valid delta must list ascending positions in range.
 
 #include <cstdio>
@@ -48,7 +49,8 @@ class Input {
 
 dr::Record read_record(Input& input, bool wide) {
   dr::Record r;
-  u64* columns[] = {&r.start, &r.length, &r.count, &r.code, &r.runs, &r.gap_chain, &r.run_chain, &r.value_chain, &r.escapes};
+  u64* columns[] = {&r.start,     &r.length,      &r.count,   &r.code,        &r.runs,     &r.gap_chain, &r.run_chain,
+                    &r.value_chain, &r.escapes, &r.rows.offset, &r.rows.run, &r.rows.step, &r.rows.pitch};
   for (u64* column : columns) *column = input.number(wide ? 8 : column == &r.code ? 3 : 1);
   return r;
 }
@@ -74,14 +76,15 @@ bool same(const Outcome& a, const Outcome& b) {
                       same(a.before, b.before) && same(a.after, b.after));
 }
 
-// An array that holds the delta's range from `first` on: real where that is small, else one element seen everywhere.
+// An array that holds all positions of the delta from `first` on: real where they are few, else one element seen
+// everywhere.
 struct Array {
   Memory memory;
   u64 bytes;
   dr::View view;
 
   Array(const dr::Record& record, u64 first, u32 width, bool strided) {
-    const u64 numel = first + record.length;
+    const u64 numel = first + record.span();
     const bool real = numel <= kMostDense;
     bytes = real ? numel * width : width;
     memory = allocate(bytes);
@@ -98,6 +101,23 @@ struct Array {
     require(dr::collapse(view).ok(), "view");
   }
 };
+
+// Digest of listed elements, one at a time and as flat ones.
+dr::Lanes sum_of(const dr::Level& level, const dr::Record& record, const u64* listed, u8* values) {
+  dr::Lanes sum;
+  dr::View one;
+  one.width = dr::Code::unpack(record.code).width();
+  one.dims = 0;
+  one.numel = 1;
+  for (u64 i = 0; i < record.count; ++i) {
+    one.data = values + i * one.width;
+    dr::Place place;
+    place.start = record.low() + listed[i];
+    place.key = kKey;
+    sum = sum + level.digest(one, place);
+  }
+  return sum;
+}
 
 Outcome run(const dr::Level& level, const dr::Record& record, const dr::Pieces& pieces, u8 flags) {
   const u32 width = dr::Code::unpack(record.code).width();
@@ -116,8 +136,9 @@ Outcome run(const dr::Level& level, const dr::Record& record, const dr::Pieces& 
   require(level.apply(job).ok() == out.valid, "apply");
   if (!out.valid) return out;
   for (u64 i = 0; i < record.count; ++i)
-    require(listed[i] < record.length && (i == 0 || listed[i - 1] < listed[i]), "positions are not ascending in range");
+    require(listed[i] < record.span() && (i == 0 || listed[i - 1] < listed[i]), "positions are not ascending in range");
   require(same(out.sums, out.before), "sums and preview differ");
+  require(same(out.before, sum_of(level, record, listed, gathered.get())), "the digest is not that of the positions");
   out.positions.assign(listed, listed + record.count);
   out.values.assign(values.get(), values.get() + record.count * width);
   out.gathered.assign(gathered.get(), gathered.get() + record.count * width);

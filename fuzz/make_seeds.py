@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.test_kernel import far_delta
 from tests.test_kernel_malformed import DELTAS, Delta
+from tests.test_kernel_pieces import far_piece
 
 SEEDS = Path(__file__).parent / "seeds"
 
@@ -32,6 +33,7 @@ def main() -> None:
         (SEEDS / f"small-{number:02}.bin").write_bytes(narrow(delta))
     for kind in (0, 1):
         (SEEDS / f"far-{kind}.bin").write_bytes(wide(far_delta(kind)[:2]))
+    (SEEDS / "far-piece.bin").write_bytes(wide(far_piece()))
 
 
 if __name__ == "__main__":

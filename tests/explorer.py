@@ -1,9 +1,10 @@
 """Explicit-state exploration of the product's own receiver machine over a tiny world (protocol §3.9-3.10).
 
-Two payloads of two positions each, a log with an anchor, commits (one of them empty), an abort, and values that return
-to the base. Every single write is a step; the agent may die between any two steps, the memory may be lost with it. From
-every state a fault-free run must end CLEAN at the head with its exact bits, and without loading an anchor again unless
-memory was lost.
+Two producers of two positions each, a log with an anchor, commits (one of them empty), an abort, an attempt that was
+sealed against a wrong baseline before it was aborted, and values that return to the base. Producers seal one after the
+other. Every single write is a step; the agent may die between any two steps, the memory may be lost with it. From every
+state a fault-free run must end CLEAN at the head with its exact bits, and without loading an anchor again unless memory
+was lost.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ W: dict[int, Bits] = {
     4: (0, 2, 3, 5),
     5: (0, 2, 3, 5),
     6: (1, 0, 3, 6),
+    8: (1, 1, 3, 7),
 }
-ABORTED = 3
-LAST = 6
+WRONG, ABORTED = 3, 7
+NEVER = {WRONG: W[4], ABORTED: W[8]}
+"""What the attempts that end in ABORT would have made."""
+LAST = 8
 GROUPS = ((0, 1), (2, 3))
+"""Positions that each producer owns."""
 
 
 def h(position: int, value: int) -> Digest:
@@ -45,47 +50,60 @@ def sums(bits: Bits, positions: tuple[int, ...]) -> Digest:
     return sum((h(i, bits[i]) for i in positions), Digest())
 
 
-def changed(base: int, new: int, group: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(i for i in group if W[base][i] != W[new][i])
-
-
 def base_of(number: int) -> int:
     return max((v for v in W if v < number and v != 0), default=0)
 
 
-def positions_of(number: int) -> list[tuple[int, ...]]:
-    """Positions of each payload of an attempt."""
-    target = 4 if number == ABORTED else number
+def bits_of(number: int) -> tuple[Bits, Bits]:
+    """(what the producers took for the base, what they made). In ``WRONG`` producer 1 has missed a version."""
+    old, new = W[base_of(number)], NEVER[number] if number in NEVER else W[number]
+    return (old[:2] + W[1][2:], new) if number == WRONG else (old, new)
+
+
+def positions_of(number: int, sealed: int = len(GROUPS)) -> list[tuple[int, ...]]:
+    """Positions of each payload of an attempt; each producer has one, or none if nothing changed."""
     if number == 1:
         return []
-    groups = [changed(base_of(number), target, g) for g in GROUPS]
-    return [g for g in groups if g]
+    old, new = bits_of(number)
+    return [g for group in GROUPS[:sealed] if (g := tuple(i for i in group if old[i] != new[i]))]
 
 
-def attempt(number: int, decided: bool) -> m.Attempt:
-    base, new = base_of(number), 4 if number == ABORTED else number
-    intent = Intent(RUN, number, base, digest(W[base]) if base else Digest(), Mode.STAGE, f"n{number}")
+def manifest(number: int, producer: int) -> ProducerManifest:
+    old, new = bits_of(number)
     refs = tuple(
-        PayloadRef(SHA.format(number * 10 + k), 1, {}, 1, len(p), sums(W[base], p), sums(W[new], p))
-        for k, p in enumerate(positions_of(number))
+        PayloadRef(SHA.format(number * 10 + producer), 1, {}, 1, len(p), 0, 0, sums(old, p), sums(new, p))
+        for p in positions_of(number)
+        if p[0] in GROUPS[producer]
     )
-    manifest = ProducerManifest(RUN, number, base, 0, 0, refs)
+    part, layout = sums(new, GROUPS[producer]), SHA.format(producer)
+    return ProducerManifest(RUN, number, base_of(number), producer, 0, part, layout, refs)
+
+
+def attempt(number: int, sealed: int, decided: bool) -> m.Attempt:
+    base = base_of(number)
+    intent = Intent(RUN, number, base, digest(W[base]) if base else Digest(), Mode.STAGE, f"n{number}", len(GROUPS))
+    manifests = tuple(manifest(number, producer) for producer in range(sealed))
     if not decided:
-        return m.Attempt(number, intent, manifest)
-    if number == ABORTED:
-        return m.Attempt(number, intent, manifest, Outcome(RUN, number, Decision.ABORT, base, Digest(), (), 0, "x"))
-    outcome = Outcome(RUN, number, Decision.COMMIT, base, digest(W[new]), (manifest.content_hash(),), 1, f"n{number}")
-    return m.Attempt(number, intent, manifest, outcome)
+        return m.Attempt(number, intent, manifests)
+    if number in NEVER:
+        return m.Attempt(number, intent, manifests, Outcome(RUN, number, Decision.ABORT, base, Digest(), (), 0, "x"))
+    hashes = tuple(made.content_hash() for made in manifests)
+    outcome = Outcome(RUN, number, Decision.COMMIT, base, digest(W[number]), hashes, 1, f"n{number}")
+    return m.Attempt(number, intent, manifests, outcome)
 
 
-LOG = {(n, d): attempt(n, d) for n in range(1, LAST + 1) for d in (False, True)}
+STEPS = ((1, False), (2, False), (2, True))
+"""How far an attempt may be: (manifests sealed, decided)."""
+LOG = {(n, d): attempt(n, *step) for n in range(1, LAST + 1) for d, step in enumerate(STEPS, 1)}
+for written in LOG.values():
+    m.check_attempt(written)
 ANCHOR = Anchor(RUN, 1, digest(W[1]), (), ())
 Prim = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
 class World:
-    """``log`` counts half steps: 2n-1 = attempt n sealed but open, 2n = decided."""
+    """``log`` counts ``STEPS`` of the attempts, one after the other."""
 
     machine: Follower
     queue: tuple[m.Action, ...]
@@ -94,7 +112,7 @@ class World:
     spool: tuple[int, tuple[tuple[int, int], ...]] | None = None
     paused: bool = False
     prims: tuple[Prim, ...] | None = None
-    log: int = 2
+    log: int = len(STEPS)
     crashes: int = 0
     losses: int = 0
     reloads_allowed: int = 1
@@ -107,9 +125,8 @@ def boot(world: World, make: Callable[[], Follower]) -> World:
 
 
 def read(world: World, number: int) -> m.Attempt:
-    if world.log >= 2 * number:
-        return LOG[number, True]
-    return LOG[number, False] if world.log == 2 * number - 1 else m.Attempt(number)
+    done = min(world.log - len(STEPS) * (number - 1), len(STEPS))
+    return LOG[number, done] if done > 0 else m.Attempt(number)
 
 
 def feed(world: World, event: m.Event, queue: tuple[m.Action, ...]) -> World:
@@ -140,11 +157,10 @@ def step(world: World) -> World | None:
 
 
 def payload_step(world: World, action: m.Action, rest: tuple[m.Action, ...]) -> World:
-    number = action.attempt.number  # type: ignore[union-attr]
-    groups, masks = positions_of(number), {}
-    for group in groups:
-        for i in group:
-            masks[i] = W[base_of(number)][i] ^ W[4 if number == ABORTED else number][i]
+    attempt: m.Attempt = action.attempt  # type: ignore[union-attr]
+    number, (old, new) = attempt.number, bits_of(attempt.number)
+    groups = positions_of(number, len(attempt.manifests))
+    masks = {i: old[i] ^ new[i] for group in groups for i in group}
     if isinstance(action, m.Stage):
         after = tuple(v ^ masks.get(i, 0) for i, v in enumerate(world.bits))
         found = tuple(m.Sums(sums(world.bits, g), sums(after, g)) for g in groups)
@@ -190,15 +206,22 @@ def violation(world: World) -> str | None:
     return None
 
 
-def recover(world: World) -> str | None:
-    """A fault-free run from here to the head."""
-    world = replace(world, log=2 * LAST)
+def recover(world: World, fine: set[World]) -> str | None:
+    """A fault-free run from here to the head. ``fine`` remembers states from which that run is known to end well."""
+    world, passed = replace(world, log=len(STEPS) * LAST), []
     for _ in range(200):
+        if world in fine:
+            fine.update(passed)
+            return None
         if (bad := violation(world)) is not None:
             return bad
+        passed.append(world)
         clean = world.header is not None and world.header.state is State.CLEAN and world.header.version == LAST
         if clean and world.machine.phase is Phase.CLEAN and not world.paused:
-            return None if world.bits == W[LAST] else "bits differ at the head"
+            if world.bits != W[LAST]:
+                return "bits differ at the head"
+            fine.update(passed)
+            return None
         after = step(world)
         if after is None:
             return "stuck"
@@ -215,11 +238,11 @@ def explore(
 ) -> tuple[int, str | None]:
     """(states seen, first violation or None)."""
     start = boot(World(make(), ()), make)
-    seen, queue = {start}, deque([start])
+    seen, queue, fine = {start}, deque([start]), set[World]()
     while queue and len(seen) < limit:
         world = queue.popleft()
         try:
-            bad = violation(world) or recover(world)
+            bad = violation(world) or recover(world, fine)
             after = successors(world, make, crashes, losses, on_crash) if bad is None else []
         except RefitError as error:
             return len(seen), f"{type(error).__name__}: {error}"
@@ -236,7 +259,7 @@ def successors(
     world: World, make: Callable[[], Follower], crashes: int, losses: int, on_crash: Callable[[World], World]
 ) -> list[World]:
     found = [after] if (after := step(world)) is not None and after != world else []
-    if world.log < 2 * LAST:
+    if world.log < len(STEPS) * LAST:
         found.append(replace(world, log=world.log + 1))
     if world.crashes < crashes:
         seeding = world.header is None or world.header.state is State.UNKNOWN

@@ -20,6 +20,7 @@ from deltarefit import MemoryBaseline, Publisher, Receiver, _kernel
 from deltarefit.digest import array_digest, catalog_keys
 from deltarefit.elements import Elements
 from deltarefit.events import Event
+from deltarefit.exchange import WholeTensors
 from deltarefit.manifest import WIDTHS, Catalog, Header, State, TensorEntry
 from deltarefit.ports import Store, Target
 from deltarefit.records import Digest
@@ -103,7 +104,7 @@ def catalog_of(model: Model, shapes: Shapes = MIXED) -> Catalog:
     return Catalog(tuple(TensorEntry(name, shapes[name][0], array.shape) for name, array in sorted(model.items())))
 
 
-class ArraySource:
+class ArraySource(WholeTensors):
     """``ports.Source`` over NumPy arrays, which the test changes in place between publishes."""
 
     def __init__(self, model: Model, shapes: Shapes = MIXED, files: Mapping[str, bytes] = FILES) -> None:

@@ -12,12 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.unsignedinteger[Any]]
-Record = tuple[int, int, int, int, int, int, int, int, int]
+Record = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int]
+Rows = tuple[int, int, int, int]
 Lanes = tuple[int, int]
 
 GAPS, RUNS, ALL = 0, 1, 2
 XOR, ADD, SET = 0, 1, 2
 PLANES, TWO_BIT = 0, 1
+FLAT = (0, 0, 0, 0)
 MASK = (1 << 64) - 1
 MOST_ELEMENTS = 1 << 48
 MOST_PIECE_BYTES = 1 << 30
@@ -31,6 +33,37 @@ def _need(good: bool, what: str) -> None:
 def flat(array: Array) -> list[int]:
     """Elements in canonical (row-major) order."""
     return [int(value) for value in array.ravel(order="C")]
+
+
+# --- pieces, §4.1
+
+
+def position(rows: Rows, p: int) -> int:
+    """Position in the tensor of element ``p`` of a piece."""
+    offset, run, step, pitch = rows
+    return p if run == 0 else offset + p // run * pitch + p % run * step
+
+
+def check_rows(rows: Rows, last: int) -> None:
+    """Elements up to ``last`` lie in ascending order within the largest tensor, and the form is the only one."""
+    _, run, step, pitch = rows
+    if run == 0:
+        _need(rows == FLAT, "rows without elements")
+        return
+    _need(all(number < MOST_ELEMENTS for number in rows) and step >= 1, "rows out of range")
+    _need(pitch > (run - 1) * step, "rows overlap")
+    _need(pitch > 1 and step == 1 if run == 1 else pitch != run * step, "rows have a simpler form")
+    _need(position(rows, last) < MOST_ELEMENTS, "rows beyond the largest tensor")
+
+
+def low(record: Record) -> int:
+    """The first position that a delta covers."""
+    return position(record[9:], record[0])
+
+
+def span(record: Record) -> int:
+    """Positions from the first to the last that a delta covers."""
+    return position(record[9:], record[0] + record[1] - 1) - low(record) + 1
 
 
 # --- digest, §5
@@ -52,8 +85,8 @@ def digest_of(elements: list[tuple[int, int]], key: int) -> Lanes:
     return sum(part[0] for part in parts) & MASK, sum(part[1] for part in parts) & MASK
 
 
-def digest(array: Array, start: int, key: int) -> Lanes:
-    return digest_of([(start + index, value) for index, value in enumerate(flat(array))], key)
+def digest(array: Array, start: int, key: int, rows: Rows = FLAT) -> Lanes:
+    return digest_of([(position(rows, start + index), value) for index, value in enumerate(flat(array))], key)
 
 
 # --- integer arrays, §4.2
@@ -188,11 +221,12 @@ def _array_pieces(role: str, n: int, planes: int, chain: int) -> list[tuple[str,
 
 
 def pieces(record: Record) -> list[tuple[str, int]]:
-    start, length, count, code, runs, gap_chain, run_chain, value_chain, escapes = record
+    start, length, count, code, runs, gap_chain, run_chain, value_chain, escapes, *_ = record
     _need(all(0 <= number <= MASK for number in record), "not 64-bit numbers")
     c = unpack_code(code)
     _need(c["kind"] != 3 and c["operation"] != 3, "reserved kind or operation")
     _need(1 <= count <= length and start + length <= MOST_ELEMENTS, "count, length or start")
+    check_rows(record[9:], start + length - 1)
     _need(c["kind"] != ALL or count == length, "kind all lists everything")
     _need(1 <= runs <= count if c["kind"] == RUNS else runs == 0, "runs")
     _need(c["packing"] == PLANES or c["operation"] == ADD, "two-bit is for ADD")
@@ -206,10 +240,10 @@ def pieces(record: Record) -> list[tuple[str, int]]:
 
 
 def decode(record: Record, slices: list[bytes]) -> tuple[list[int], list[int]]:
-    """(positions from the delta's start, values), after every check of §4.6 on one delta."""
+    """(positions from the first that the delta covers, values), after every check of §4.6 on one delta."""
     expected = pieces(record)
     _need([size for _, size in expected] == [len(piece) for piece in slices], "slices of other sizes")
-    _, length, count, code, runs, _, _, _, escapes = record
+    start, length, count, code, runs, _, _, _, escapes = record[:9]
     c = unpack_code(code)
     rest = [bytes(piece) for piece in slices]
     gaps, rest = rest[: c["wg"]], rest[c["wg"] :]
@@ -227,6 +261,7 @@ def decode(record: Record, slices: list[bytes]) -> tuple[list[int], list[int]]:
     else:
         stored = read_planes(rest, count)
     sparse = c["kind"] != ALL
+    positions = [position(record[9:], start + p) - low(record) for p in positions]
     return positions, [from_stored(value, c["operation"], sparse, 8 * c["width"]) for value in stored]
 
 
@@ -248,6 +283,7 @@ def encode(
     packing: int = PLANES,
     value_planes: int | None = None,
     run_planes: int = 1,
+    rows: Rows = FLAT,
 ) -> tuple[Record, list[tuple[str, bytes]], Lanes, Lanes] | None:
     olds, news = flat(old), flat(new)
     listed = [p for p in range(len(olds)) if kind == ALL or olds[p] != news[p]]
@@ -283,9 +319,9 @@ def encode(
         planes = value_planes or width
         code |= planes << 13
         value_chain = add(role, stored, planes)
-    record = (start, len(olds), len(listed), code, runs, gap_chain, run_chain, value_chain, escapes)
-    pre = digest_of([(start + p, olds[p]) for p in listed], key)
-    post = digest_of([(start + p, news[p]) for p in listed], key)
+    record = (start, len(olds), len(listed), code, runs, gap_chain, run_chain, value_chain, escapes, *rows)
+    pre = digest_of([(position(rows, start + p), olds[p]) for p in listed], key)
+    post = digest_of([(position(rows, start + p), news[p]) for p in listed], key)
     return record, found, pre, post
 
 
@@ -306,7 +342,7 @@ def after(record: Record, slices: list[bytes], array: Array, first: int = 0) -> 
     """All elements of ``array`` as they will be."""
     values = flat(array)
     c = unpack_code(record[3])
-    _need(array.dtype.itemsize == c["width"] and first + record[1] <= len(values), "array does not fit")
+    _need(array.dtype.itemsize == c["width"] and first + span(record) <= len(values), "array does not fit")
     bits = 8 * c["width"]
     for position, value in zip(*decode(record, slices), strict=True):
         live = values[first + position]
@@ -323,4 +359,4 @@ def gather(record: Record, slices: list[bytes], array: Array, first: int = 0) ->
 def sums(record: Record, slices: list[bytes], array: Array, key: int, first: int = 0) -> Lanes:
     live = gather(record, slices, array, first)
     listed = decode(record, slices)[0]
-    return digest_of([(record[0] + p, v) for p, v in zip(listed, live, strict=True)], key)
+    return digest_of([(low(record) + p, v) for p, v in zip(listed, live, strict=True)], key)

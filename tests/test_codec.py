@@ -14,6 +14,7 @@ from deltarefit.codec import PayloadBuilder, encode_delta, encode_full, open_pay
 from deltarefit.digest import catalog_keys
 from deltarefit.errors import IntegrityError
 from deltarefit.manifest import PayloadRef
+from deltarefit.pieces import whole
 from deltarefit.records import Digest
 from deltarefit.weights import Weights
 from tests import helpers as h
@@ -39,7 +40,8 @@ def build(old: h.Model, new: h.Model, cut: int = 1 << 60) -> tuple[bytes, Payloa
     builder = PayloadBuilder()
     for tensor, (a, b) in enumerate(zip(flats(old), flats(new), strict=True)):
         for start in range(0, a.size, cut):
-            encoded = encode_delta(tensor, a[start : start + cut], b[start : start + cut], start, KEYS[tensor])
+            piece = whole(tensor, a.size)
+            encoded = encode_delta(piece, a[start : start + cut], b[start : start + cut], start, KEYS[tensor])
             if encoded:
                 builder.add(encoded)
     return builder.build()
@@ -137,19 +139,19 @@ def test_an_anchor_sets_everything(pool: ThreadPoolExecutor) -> None:
     builder = PayloadBuilder()
     for tensor, array in enumerate(flats(new)):
         if array.size:
-            builder.add(encode_full(tensor, array, 0, KEYS[tensor]))
+            builder.add(encode_full(whole(tensor, array.size), array, 0, KEYS[tensor]))
     data, ref = builder.build()
     target = filled(h.random_model(np.random.default_rng(8)))
     Weights(target, RUN, CATALOG, pool).apply(open_payload(data, ref, CATALOG))
     assert h.bits(target) == h.bytes_of(new)
     assert (ref.pre, ref.post, ref.changed) == (Digest(), h.digest_of(RUN, CATALOG, new), CATALOG.numel)
     with pytest.raises(ValueError, match="empty"):
-        encode_full(5, np.zeros(0, "u2"), 0, KEYS[5])
+        encode_full(whole(5, 0), np.zeros(0, "u2"), 0, KEYS[5])
 
 
 def test_no_change_has_no_delta() -> None:
     same = np.arange(10, dtype="u2")
-    assert encode_delta(0, same, same.copy(), 0, 1) is None
+    assert encode_delta(whole(0, 10), same, same.copy(), 0, 1) is None
 
 
 def test_absolute_values_of_another_length_are_refused(pool: ThreadPoolExecutor) -> None:

@@ -17,6 +17,8 @@ from deltarefit import _kernel, codec
 from deltarefit.codec import Delta, PayloadBuilder, open_payload
 from deltarefit.errors import FormatError, IntegrityError
 from deltarefit.manifest import Catalog, PayloadRef
+from deltarefit.pieces import FLAT, whole
+from tests import test_codec_pieces as pieces
 from tests.test_codec import CATALOG, KEYS, build, changes
 
 # ------------------------------------------------------------------------------------------ above the hash
@@ -24,11 +26,14 @@ from tests.test_codec import CATALOG, KEYS, build, changes
 
 @pytest.fixture(scope="module")
 def small() -> tuple[bytes, PayloadRef]:
-    """Several deltas of every width, below 4 KiB."""
+    """Several deltas of every width, below 4 KiB; half of them of pieces."""
     old, new = changes(10, "some")
-    data, ref = build(old, new, 600)
+    of_shards = [piece for piece in pieces.PIECES if piece.tensor in (0, 8)]
+    others = [whole(number, CATALOG.tensors[number].numel) for number in (1, 2, 3, 4)]
+    data, ref = pieces.build(pieces.encoded(old, new, of_shards) + pieces.encoded(old, new, others, cut=100))
     assert 600 < len(data) <= 4096
-    assert ref.deltas > 6
+    assert sum(delta.rows == FLAT for delta in open_payload(data, ref, CATALOG)) > 5
+    assert sum(delta.rows != FLAT for delta in open_payload(data, ref, CATALOG)) > 5
     return data, ref
 
 
@@ -74,26 +79,28 @@ def check_refused_or_harmless(data: bytes, ref: PayloadRef) -> bool:
         deltas = open_payload(data, ref, CATALOG)
     except IntegrityError:
         return True
-    last = (-1, 0)
+    seen = [np.zeros(entry.numel, np.uint8) for entry in CATALOG.tensors]
     for delta in deltas:
         entry = CATALOG.tensors[delta.tensor]
-        assert (delta.tensor, delta.start) >= last
-        assert delta.stop <= entry.numel
-        last = (delta.tensor, delta.stop)
-        check_in_bounds(delta, entry.width)
+        assert delta.high <= entry.numel
+        seen[delta.tensor][delta.low + check_in_bounds(delta, entry.width)] += 1
+    assert all(bool((marks <= 1).all()) for marks in seen)
+    assert [delta.order for delta in deltas] == sorted(delta.order for delta in deltas)
     assert sum(delta.count for delta in deltas) == ref.changed
     return False
 
 
-def check_in_bounds(delta: Delta, width: int) -> None:
+def check_in_bounds(delta: Delta, width: int) -> Any:
+    """The listed positions, from the first covered."""
     record: Any = delta.record
     positions, _ = _kernel.decode(record, delta.slices)
     assert positions.size == delta.count
-    assert int(positions[-1]) < delta.record[1]
+    assert int(positions[-1]) < delta.high - delta.low
     assert bool((np.diff(positions.astype("i8")) > 0).all())
-    guarded = np.full(delta.record[1] + 128, 0x5A, f"u{width}")
+    guarded = np.full(delta.high - delta.low + 128, 0x5A, f"u{width}")
     _kernel.apply(record, delta.slices, guarded[64:-64])
     assert bool((guarded[:64] == 0x5A).all() and (guarded[-64:] == 0x5A).all())
+    return positions.astype("i8")
 
 
 def test_every_bit_flipped_beneath_the_hash_is_refused_or_harmless(small: tuple[bytes, PayloadRef]) -> None:
@@ -329,10 +336,18 @@ def test_table_rules(parts: Parts) -> None:
 
 def test_overlapping_deltas(parts: Parts) -> None:
     rows = parts.rows
-    pair = next(i for i in range(len(rows) - 1) if rows[i][0] == rows[i + 1][0])
+    pair = next(i for i in range(len(rows) - 1) if rows[i][0] == rows[i + 1][0] and rows[i + 1][1])
     rows[pair + 1][1] -= 1
     parts.rows = rows
     parts.refuses("out of order")
+
+
+def test_overlapping_pieces(parts: Parts) -> None:
+    rows = parts.rows
+    first = next(i for i in range(len(rows) - 1) if rows[i + 1][10] > 1)
+    rows[first + 1][10] -= 1  # its offset: into the columns of the piece before
+    parts.rows = rows
+    parts.refuses("pieces overlap")
 
 
 def test_a_payload_for_another_catalog_is_refused(small: tuple[bytes, PayloadRef]) -> None:

@@ -14,42 +14,59 @@ from deltarefit.protocol.coordinator import Coordinator, Phase
 from deltarefit.records import Digest
 
 RUN, SHA, D1 = "ab" * 16, "{:064x}", Digest(10, 20)
+OTHERS = Digest(4, 5)
+"""What every producer but the first owns, in the base."""
 
 
-def manifest_of(nonce: str, attempt: int, base: int) -> ProducerManifest:
-    """Deltas whose content depends on who encodes them."""
-    mark = sum(nonce.encode()) + attempt
-    refs = (PayloadRef(SHA.format(mark), 1, {}, 1, 1, Digest(1, 1), Digest(1 + mark, 7)),) if base else ()
-    return ProducerManifest(RUN, attempt, base, 0, 0, refs)
+def manifest_of(
+    nonce: str, attempt: int, base: int, before: Digest = D1, producer: int = 0, **fields: Any
+) -> ProducerManifest:
+    """Deltas whose content depends on who encodes them; ``before`` is what the producer owns, in the base."""
+    mark = sum(nonce.encode()) + attempt + 1000 * producer
+    refs = (PayloadRef(SHA.format(mark), 1, {}, 1, 1, 0, 0, Digest(1, 1), Digest(1 + mark, 7)),) if base else ()
+    part = sum((ref.post - ref.pre for ref in refs), before) if base else Digest(sum(nonce.encode()), 1)
+    manifest = ProducerManifest(RUN, attempt, base, producer, 0, part, SHA.format(producer), refs)
+    return replace(manifest, **fields)
+
+
+def manifests_of(intent: Intent) -> tuple[ProducerManifest, ...]:
+    """What all producers of an attempt make; it adds up."""
+    first = sum([OTHERS] * (intent.producers - 1), Digest())
+    owned = [intent.base_digest - first, *[OTHERS] * (intent.producers - 1)]
+    return tuple(
+        manifest_of(intent.nonce, intent.attempt, intent.base, before, producer)
+        for producer, before in enumerate(owned)
+    )
 
 
 def encoded(intent: Intent) -> m.Encoded:
-    manifest = manifest_of(intent.nonce, intent.attempt, intent.base)
-    digest = intent.base_digest + manifest.shift if intent.base else Digest(sum(intent.nonce.encode()), 1)
-    return m.Encoded(manifest, digest, 1)
+    return m.Encoded(manifests_of(intent)[0])
 
 
-def intent_of(nonce: str, number: int, base: int, digest: Digest = D1) -> Intent:
-    return Intent(RUN, number, base, digest if base else Digest(), Mode.STAGE, nonce)
+def gathered(intent: Intent) -> m.Gathered:
+    return m.Gathered(manifests_of(intent), 1)
+
+
+def intent_of(nonce: str, number: int, base: int, digest: Digest = D1, producers: int = 1) -> Intent:
+    return Intent(RUN, number, base, digest if base else Digest(), Mode.STAGE, nonce, producers)
 
 
 def abort_of(nonce: str, number: int, base: int) -> Outcome:
     return Outcome(RUN, number, Decision.ABORT, base, Digest(), (), 0, nonce, f"by {nonce}")
 
 
-def commit_of(intent: Intent) -> tuple[ProducerManifest, Outcome]:
-    made = encoded(intent)
-    hashes = (made.manifest.content_hash(),)
-    outcome = Outcome(RUN, intent.attempt, Decision.COMMIT, intent.base, made.digest, hashes, 1, intent.nonce)
-    return made.manifest, outcome
+def commit_of(intent: Intent) -> tuple[tuple[ProducerManifest, ...], Outcome]:
+    made = manifests_of(intent)
+    hashes, digest = tuple(manifest.content_hash() for manifest in made), sum((x.part for x in made), Digest())
+    return made, Outcome(RUN, intent.attempt, Decision.COMMIT, intent.base, digest, hashes, 1, intent.nonce)
 
 
-def attempt(number: int, nonce: str, base: int, end: str = "", digest: Digest = D1) -> m.Attempt:
+def attempt(number: int, nonce: str, base: int, end: str = "", digest: Digest = D1, producers: int = 1) -> m.Attempt:
     """Attempt ``number`` of ``nonce``: open, "sealed", "abort" or "commit"."""
-    intent = intent_of(nonce, number, base, digest)
-    manifest, commit = commit_of(intent)
+    intent = intent_of(nonce, number, base, digest, producers)
+    manifests, commit = commit_of(intent)
     outcome = {"abort": abort_of("z", number, base), "commit": commit}.get(end)
-    return m.Attempt(number, intent, manifest if end in ("sealed", "commit") else None, outcome)
+    return m.Attempt(number, intent, manifests if end in ("sealed", "commit") else (), outcome)
 
 
 def mine(**fields: Any) -> Coordinator:
@@ -70,6 +87,10 @@ def opened() -> Coordinator:
 
 def sealed() -> Coordinator:
     return walk(opened(), encoded(intent_of("me", 2, 1)), m.Created())[0]
+
+
+def committing() -> Coordinator:
+    return walk(sealed(), gathered(intent_of("me", 2, 1)))[0]
 
 
 READ_2 = (m.ReadAttempt(2),)
@@ -161,37 +182,47 @@ def test_an_encode_failure_ends_in_abort() -> None:
 
 
 def test_sums_that_do_not_telescope_end_in_abort() -> None:
-    made = encoded(intent_of("me", 2, 1))
-    machine, actions = walk(opened(), replace(made, digest=made.digest + Digest(1, 0)))
+    wrong = manifest_of("me", 2, 1, D1 + Digest(1, 0))
+    machine, actions = walk(opened(), m.Encoded(wrong), m.Created(), m.Gathered((wrong,), 1))
     (create,) = actions
     assert isinstance(create, m.CreateOutcome)
     assert create.outcome.decision is Decision.ABORT
     assert machine.phase is Phase.FAILING
-    assert "does not follow" in machine.reason
+    assert "do not telescope" in machine.reason
 
 
-@pytest.mark.parametrize("wrong", [manifest_of("me", 3, 1), manifest_of("me", 2, 0)])
-def test_a_manifest_of_another_attempt_is_a_bug(wrong: ProducerManifest) -> None:
+@pytest.mark.parametrize(
+    "wrong", [manifest_of("me", 3, 1), manifest_of("me", 2, 0), manifest_of("me", 2, 1, producer=1)]
+)
+def test_a_manifest_of_another_attempt_or_producer_is_a_bug(wrong: ProducerManifest) -> None:
     with pytest.raises(ProtocolError, match="came back for 2"):
-        walk(opened(), m.Encoded(wrong, D1, 1))
+        walk(opened(), m.Encoded(wrong))
 
 
 def test_the_first_version_needs_no_telescoping() -> None:
+    intent = intent_of("me", 1, 0)
     first = walk(Coordinator(RUN, "me"), m.AttemptRead(m.Attempt(1)), m.Created())[0]
-    machine, actions = walk(first, encoded(intent_of("me", 1, 0)))
+    machine, actions = walk(first, encoded(intent))
     assert machine.phase is Phase.SEALING
     assert isinstance(actions[0], m.CreateManifest)
+    machine, actions = walk(machine, m.Created(), gathered(intent))
+    assert machine.phase is Phase.COMMITTING
+    assert actions == (m.CreateOutcome(commit_of(intent)[1]),)
 
 
 def test_the_commit_names_the_manifest_by_hash() -> None:
     made = encoded(intent_of("me", 2, 1))
     sealing, actions = walk(opened(), made)
     assert actions == (m.CreateManifest(made.manifest),)
-    committing, actions = walk(sealing, m.Created())
+    gathering, actions = walk(sealing, m.Created())
+    assert (gathering.phase, actions) == (Phase.GATHERING, (m.Gather(intent_of("me", 2, 1)),))
+    committing, actions = walk(gathering, gathered(intent_of("me", 2, 1)))
     (create,) = actions
     assert isinstance(create, m.CreateOutcome)
     outcome = create.outcome
-    assert (outcome.manifests, outcome.digest, outcome.anchor) == ((made.manifest.content_hash(),), made.digest, 1)
+    assert (outcome.manifests, outcome.digest, outcome.anchor) == (
+        (made.manifest.content_hash(),), made.manifest.part, 1,
+    )  # fmt: skip
     assert (outcome.decision, outcome.nonce, outcome.base) == (Decision.COMMIT, "me", 1)
     assert walk(committing, m.Created())[0].phase is Phase.COMMITTED
 
@@ -209,12 +240,11 @@ def test_an_ambiguous_manifest_that_is_not_there_is_created_again() -> None:
 
 def test_an_ambiguous_manifest_that_is_ours_counts() -> None:
     machine, actions = walk(ambiguous_manifest(), m.AttemptRead(attempt(2, "me", 1, "sealed")))
-    assert machine.phase is Phase.COMMITTING
-    assert isinstance(actions[0], m.CreateOutcome)
+    assert (machine.phase, actions) == (Phase.GATHERING, (m.Gather(intent_of("me", 2, 1)),))
 
 
 def test_another_manifest_in_our_attempt_ends_in_abort() -> None:
-    other = replace(attempt(2, "me", 1), manifest=manifest_of("other", 2, 1))
+    other = replace(attempt(2, "me", 1), manifests=(manifest_of("other", 2, 1),))
     machine, actions = walk(ambiguous_manifest(), m.AttemptRead(other))
     assert machine.phase is Phase.FAILING
     assert isinstance(actions[0], m.CreateOutcome)
@@ -226,11 +256,98 @@ def test_an_attempt_that_was_closed_while_sealing_is_lost() -> None:
     assert (machine.phase, machine.reason, actions) == (Phase.LOST, "by z", ())
 
 
+# ------------------------------------------------------------------------------------------ gathering
+
+THREE = intent_of("me", 2, 1, producers=3)
+
+
+def gathering() -> Coordinator:
+    """One of three producers; it has sealed its own manifest."""
+    machine, actions = walk(mine(producers=3), m.AttemptRead(m.Attempt(2)))
+    assert actions == (m.CreateIntent(THREE),)
+    machine, actions = walk(machine, m.Created(), encoded(THREE), m.Created())
+    assert (machine.phase, actions) == (Phase.GATHERING, (m.Gather(THREE),))
+    return machine
+
+
+def test_a_commit_names_all_manifests_in_order_and_the_sum_of_their_parts() -> None:
+    machine, actions = walk(gathering(), gathered(THREE))
+    assert (machine.phase, actions) == (Phase.COMMITTING, (m.CreateOutcome(commit_of(THREE)[1]),))
+    assert machine.outcome
+    assert machine.outcome.manifests == tuple(x.content_hash() for x in manifests_of(THREE))
+    assert machine.outcome.digest == D1 + sum((x.shift for x in manifests_of(THREE)), Digest())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"attempt": 1, "base": 0}, "another attempt"),
+        ({"run": "cd" * 16}, "another attempt"),
+        ({"base": 0}, "manifest base"),
+        ({"producer": 2}, "manifest of producer"),
+        ({"step": 7}, "different steps"),
+        ({"part": OTHERS}, "do not telescope"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_does_not_add_up_ends_in_abort(changes: dict[str, Any], says: str) -> None:
+    first, second, third = manifests_of(THREE)
+    machine, actions = walk(gathering(), m.Gathered((first, replace(second, **changes), third), 1))
+    (create,) = actions
+    assert isinstance(create, m.CreateOutcome)
+    assert (machine.phase, create.outcome.decision) == (Phase.FAILING, Decision.ABORT)
+    assert says in create.outcome.reason
+
+
+def test_an_element_with_two_owners_and_one_with_none_do_not_add_up() -> None:
+    first, second, third = manifests_of(THREE)
+    wrong = (
+        first,
+        replace(second, part=second.part + Digest(11, 12)),
+        replace(third, part=third.part - Digest(13, 14)),
+    )
+    machine, _ = walk(gathering(), m.Gathered(wrong, 1))
+    assert machine.phase is Phase.FAILING
+
+
+def test_manifests_that_are_not_all_or_not_ours_are_a_bug() -> None:
+    first, second, third = manifests_of(THREE)
+    for wrong in ((first, second), (second, first, third), (first, second, third, third), ()):
+        with pytest.raises(ProtocolError, match="were gathered for 3 producers"):
+            walk(gathering(), m.Gathered(wrong, 1))
+
+
+def test_a_producer_that_stays_away_ends_the_attempt() -> None:
+    machine, actions = walk(gathering(), m.EncodeFailed("rank 2 is silent"))
+    (create,) = actions
+    assert isinstance(create, m.CreateOutcome)
+    assert (create.outcome.decision, create.outcome.reason) == (Decision.ABORT, "rank 2 is silent")
+    assert walk(machine, m.NotCreated())[0].phase is Phase.FAILED
+
+
+def test_an_attempt_that_a_producer_closed_is_lost() -> None:
+    machine, actions = walk(gathering(), m.AttemptRead(attempt(2, "me", 1, "abort", producers=3)))
+    assert (machine.phase, machine.reason, actions) == (Phase.LOST, "by z", ())
+
+
+def test_an_attempt_that_is_still_open_is_gathered_on() -> None:
+    machine, actions = walk(gathering(), m.AttemptRead(attempt(2, "me", 1, producers=3)))
+    assert (machine, actions) == (gathering(), (m.Gather(THREE),))
+
+
+def test_a_manifest_that_cannot_be_sealed_ends_in_abort() -> None:
+    sealing, _ = walk(opened(), encoded(intent_of("me", 2, 1)))
+    machine, actions = walk(sealing, m.EncodeFailed("no space left"))
+    (create,) = actions
+    assert isinstance(create, m.CreateOutcome)
+    assert (machine.phase, create.outcome.decision) == (Phase.FAILING, Decision.ABORT)
+
+
 # ------------------------------------------------------------------------------------------ deciding
 
 
 def ambiguous_commit() -> Coordinator:
-    machine, actions = walk(sealed(), m.NotCreated())
+    machine, actions = walk(committing(), m.NotCreated())
     assert (machine.phase, actions) == (Phase.COMMITTING, READ_2)
     return machine
 
@@ -267,17 +384,17 @@ def test_our_own_abort_in_the_place_of_our_commit_is_a_failure() -> None:
 
 EVENTS: tuple[m.Event, ...] = (
     m.AttemptRead(m.Attempt(2)), m.Created(), m.NotCreated(), encoded(intent_of("me", 2, 1)), m.EncodeFailed("x"),
-    m.HeaderRead(None), m.NoAnchor(), m.ValuesLost(),
+    m.HeaderRead(None), m.NoAnchor(), m.ValuesLost(), gathered(intent_of("me", 2, 1)), m.ManifestRead(None),
 )  # fmt: skip
 ALLOWED = {
-    Phase.TAIL: {0}, Phase.ABORTING: {1, 2}, Phase.OPENING: {0, 1, 2}, Phase.ENCODING: {3, 4}, Phase.SEALING: {0, 1, 2},
-    Phase.COMMITTING: {0, 1, 2}, Phase.FAILING: {1, 2},
+    Phase.TAIL: {0}, Phase.ABORTING: {1, 2}, Phase.OPENING: {0, 1, 2}, Phase.ENCODING: {3, 4},
+    Phase.SEALING: {0, 1, 2, 4}, Phase.GATHERING: {0, 4, 8}, Phase.COMMITTING: {0, 1, 2}, Phase.FAILING: {1, 2},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("phase", Phase)
 def test_what_a_phase_does_not_allow_is_a_protocol_error(phase: Phase) -> None:
-    machine = replace(sealed(), phase=phase)
+    machine = replace(committing(), phase=phase)
     for number, event in enumerate(EVENTS):
         if number in ALLOWED.get(phase, set()):
             machine.on(event)
@@ -301,13 +418,27 @@ def broken(**fields: Any) -> m.Attempt:
 def test_a_whole_attempt_passes() -> None:
     for end in ("", "sealed", "abort", "commit"):
         m.check_attempt(attempt(2, "a", 1, end))
+        m.check_attempt(attempt(2, "a", 1, end, producers=3))
     m.check_attempt(m.Attempt(2))
     m.check_attempt(attempt(1, "a", 0, "commit"))
+    m.check_attempt(attempt(1, "a", 0, "commit", producers=2))
 
 
 GOOD = attempt(2, "a", 1, "commit")
+PAIR = attempt(2, "a", 1, "commit", producers=2)
 assert GOOD.outcome
-assert GOOD.manifest
+assert PAIR.intent
+A, B = PAIR.manifests
+
+
+def committed_wrongly(*manifests: ProducerManifest) -> m.Attempt:
+    """``PAIR`` as somebody would commit it who takes whatever was sealed."""
+    assert PAIR.outcome
+    hashes, digest = tuple(x.content_hash() for x in manifests), sum((x.part for x in manifests), Digest())
+    return replace(PAIR, manifests=manifests, outcome=replace(PAIR.outcome, manifests=hashes, digest=digest))
+
+
+WRONG_PART = replace(B, part=B.part + Digest(1, 0))
 
 
 @pytest.mark.parametrize(
@@ -315,11 +446,22 @@ assert GOOD.manifest
     [
         (broken(intent=None), "no intent"),
         (broken(intent=None, outcome=None), "no intent"),
-        (broken(manifest=manifest_of("a", 2, 0)), "manifest base"),
-        (broken(manifest=manifest_of("a", 3, 1)), "manifest base"),
+        (broken(manifests=(manifest_of("a", 2, 0),)), "manifest base"),
+        (broken(manifests=(manifest_of("a", 3, 1),)), "another attempt"),
+        (broken(manifests=(manifest_of("a", 2, 1, run="cd" * 16),)), "another attempt"),
         (broken(outcome=replace(GOOD.outcome, base=0)), "outcome base"),
-        (broken(manifest=None), "manifest is missing"),
-        (broken(manifest=manifest_of("b", 2, 1)), "manifest hash"),
+        (broken(manifests=()), "manifest is missing"),
+        (broken(manifests=(manifest_of("b", 2, 1),)), "manifest hash"),
+        (broken(manifests=(A, B)), "manifest of producer"),
+        (replace(PAIR, manifests=(A,)), "manifest is missing"),
+        (replace(PAIR, manifests=(B, A)), "manifest of producer"),
+        (replace(PAIR, manifests=(A, A)), "manifest of producer"),
+        (replace(PAIR, manifests=(A, replace(B, step=1))), "different steps"),
+        (replace(PAIR, manifests=(A, WRONG_PART)), "manifest hash"),
+        (committed_wrongly(A, WRONG_PART), "telescope"),
+        (committed_wrongly(A, replace(B, step=1)), "different steps"),
+        (replace(PAIR, intent=replace(PAIR.intent, producers=1)), "manifest of producer"),
+        (replace(PAIR, intent=replace(PAIR.intent, producers=3)), "manifest is missing"),
         (broken(outcome=replace(GOOD.outcome, manifests=())), "manifest hash"),
         (broken(outcome=replace(GOOD.outcome, digest=GOOD.outcome.digest + Digest(0, 1))), "telescope"),
         (broken(intent=intent_of("a", 2, 1, D1 + Digest(1, 0))), "telescope"),
@@ -328,3 +470,29 @@ assert GOOD.manifest
 def test_records_that_do_not_belong_together_are_refused(wrong: m.Attempt, says: str) -> None:
     with pytest.raises(IntegrityError, match=says):
         m.check_attempt(wrong)
+
+
+@pytest.mark.parametrize("end", ["", "abort"])
+@pytest.mark.parametrize(
+    "sealed",
+    [(A, WRONG_PART), (A, replace(B, step=1)), (manifest_of("a", 2, 0), B), (A,), (B,)],
+    ids=["part", "step", "base", "one missing", "first missing"],
+)
+def test_what_was_sealed_wrongly_and_not_committed_stands_in_nobodys_way(
+    end: str, sealed: tuple[ProducerManifest, ...]
+) -> None:
+    """A producer seals before anybody has compared it with the others: who closes or passes that attempt must be able
+    to read it, and nobody stages it."""
+    wrong = replace(PAIR, manifests=sealed, outcome=abort_of("z", 2, 1) if end else None)
+    m.check_attempt(wrong)
+    assert not m.adds_up(wrong)
+    _, (action,) = walk(mine(), m.AttemptRead(wrong))
+    assert isinstance(action, m.ReadAttempt if end else m.CreateOutcome)
+
+
+def test_what_is_sealed_and_adds_up_may_be_staged() -> None:
+    for producers in (1, 2, 3):
+        assert m.adds_up(attempt(2, "a", 1, "sealed", producers=producers))
+        assert not m.adds_up(attempt(2, "a", 1, "", producers=producers))
+    assert m.adds_up(attempt(1, "a", 0, "sealed", producers=2))
+    assert not m.adds_up(m.Attempt(2))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from deltarefit.errors import IntegrityError, ProtocolError
+from deltarefit.manifest import ProducerManifest
 from deltarefit.protocol import messages as m
 from deltarefit.protocol.coordinator import FINAL, Coordinator, Phase
 from deltarefit.records import Digest
@@ -44,10 +45,10 @@ def find(log: Log, number: int) -> m.Attempt:
 
 def place(log: Log, action: m.Action) -> Log | None:
     """The log with the record of ``action``, or None if its key is taken."""
+    if isinstance(action, m.CreateManifest):
+        return place_manifest(log, action.manifest)
     if isinstance(action, m.CreateIntent):
         number, name, record = action.intent.attempt, "intent", action.intent
-    elif isinstance(action, m.CreateManifest):
-        number, name, record = action.manifest.attempt, "manifest", action.manifest  # type: ignore[assignment]
     else:
         assert isinstance(action, m.CreateOutcome)
         number, name, record = action.outcome.attempt, "outcome", action.outcome  # type: ignore[assignment]
@@ -57,6 +58,16 @@ def place(log: Log, action: m.Action) -> Log | None:
         return None
     assert number <= len(log) + 1, "rule 1: a gap in the log"
     return (*log[: number - 1], replace(there, **fields), *log[number:])
+
+
+def place_manifest(log: Log, manifest: ProducerManifest) -> Log | None:
+    """Manifests are kept in the order of their producers; an attempt that was never opened has none."""
+    number, there = manifest.attempt, find(log, manifest.attempt)
+    assert number <= len(log), "sealed what nobody opened"
+    if any(found.producer == manifest.producer for found in there.manifests):
+        return None
+    manifests = tuple(sorted((*there.manifests, manifest), key=lambda found: found.producer))
+    return (*log[: number - 1], replace(there, manifests=manifests), *log[number:])
 
 
 def put(pair: tuple[Any, Any], who: int, value: Any) -> tuple[Any, Any]:
@@ -81,12 +92,21 @@ def steps(duel: Duel, who: int, losses: int, failures: int) -> Iterator[Duel]:
         yield feed(duel, who, encoded(action.intent))
         if duel.failed < failures:
             yield feed(duel, who, m.EncodeFailed("x"), failed=duel.failed + 1)
+    elif isinstance(action, m.Gather):
+        yield feed(duel, who, m.Gathered(encoded_by(duel.machines[who]), 1))
+        yield feed(duel, who, m.AttemptRead(find(duel.log, action.intent.attempt)))
     else:
         after = place(duel.log, action)
         yield feed(duel, who, m.Created() if after else m.NotCreated(), log=after or duel.log)
         if duel.lost < losses:
             yield feed(duel, who, m.NotCreated(), lost=duel.lost + 1)
             yield feed(duel, who, m.NotCreated(), log=after or duel.log, lost=duel.lost + 1)
+
+
+def encoded_by(machine: Coordinator) -> tuple[ProducerManifest, ...]:
+    """The only manifest there is to gather."""
+    assert machine.manifest
+    return (machine.manifest,)
 
 
 def check(duel: Duel) -> None:
@@ -188,7 +208,8 @@ class _ComparesNothing(Coordinator):
     def _as_ours(self, found: m.Attempt) -> m.Attempt:
         intent = found.intent and replace(found.intent, nonce=self.nonce)
         outcome = found.outcome and replace(found.outcome, nonce=self.nonce)
-        return replace(found, intent=intent, manifest=found.manifest and self.manifest, outcome=outcome)
+        mine = (self.manifest,) if self.manifest and found.manifests else ()
+        return replace(found, intent=intent, manifests=mine, outcome=outcome)
 
 
 class _LeavesOpen(Coordinator):

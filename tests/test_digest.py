@@ -15,6 +15,7 @@ from deltarefit import _kernel
 from deltarefit.digest import array_digest, catalog_keys, tensor_key
 from deltarefit.elements import Elements
 from deltarefit.manifest import Catalog, TensorEntry
+from deltarefit.pieces import Piece
 from deltarefit.records import Digest
 from tests import helpers as h
 from tests import oracle
@@ -56,6 +57,24 @@ def test_adds_up_over_any_cutting(seed: int, width: int, cuts: list[int]) -> Non
     edges = [0, *sorted(cuts), 3000]
     pieces = [array_digest(array[a:b], 7 + a, KEY) for a, b in itertools.pairwise(edges)]
     assert sum(pieces, Digest()) == array_digest(array, 7, KEY)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_shards_add_up_to_the_whole(width: int) -> None:
+    """Column shards with narrow and wide rows, interleaved halves: as ranks own them, without gathering."""
+    array = bits(8, width, 60 * 130).reshape(60, 130)
+    whole = array_digest(array, 0, KEY)
+    for cuts in ([0, 1, 7, 130], [0, 65, 66, 130], [0, 100, 130]):
+        total = Digest()
+        for a, b in itertools.pairwise(cuts):
+            piece = Piece(0, a, 60 * (b - a), b - a, 1, 130)
+            total += Digest(*_kernel.digest(array[:, a:b], 0, KEY, piece.rows))
+        assert total == whole
+    for step in (2, 3, 13):
+        pieces = [Piece(0, first, array.size // step, array.size // step, step) for first in range(step)]
+        shards = [array.reshape(-1)[piece.offset :: step] for piece in pieces]
+        lanes = [_kernel.digest(shard, 0, KEY, piece.rows) for shard, piece in zip(shards, pieces, strict=True)]
+        assert sum((Digest(*pair) for pair in lanes), Digest()) == whole
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])

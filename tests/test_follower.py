@@ -15,6 +15,9 @@ from deltarefit.protocol.follower import Follower, Phase
 from deltarefit.records import Digest
 from tests import explorer as x
 
+PART, SEALED, COMMITTED = 1, 2, 3
+"""How far an attempt of ``explorer.LOG`` is."""
+
 
 def test_every_reachable_state_is_right_and_recovers() -> None:
     states, bad = x.explore()
@@ -151,9 +154,29 @@ class SkipsEmpty(Mutant):
     """An empty delta is not taken for a version."""
 
     def _seen(self, event: m.AttemptRead) -> f.Step:
-        manifest = event.attempt.manifest
-        if manifest and not manifest.payloads and event.attempt.number > self.version:
+        attempt = event.attempt
+        if attempt.sealed and not attempt.payloads and attempt.number > self.version:
             return self, (m.ReadAttempt(event.attempt.number + 1),)
+        return super()._seen(event)
+
+
+class StagesWhatDoesNotAddUp(Mutant):
+    """Takes what is sealed for right, though nobody has held the producers' parts against each other."""
+
+    def _seen(self, event: m.AttemptRead) -> f.Step:
+        attempt = event.attempt
+        if attempt.number > self.version and attempt.sealed and not attempt.outcome:
+            return self._stage(attempt)
+        return super()._seen(event)
+
+
+class StagesPart(Mutant):
+    """Does not wait for the other producers."""
+
+    def _seen(self, event: m.AttemptRead) -> f.Step:
+        attempt = event.attempt
+        if attempt.number > self.version and attempt.manifests and not attempt.sealed:
+            return self._stage(attempt)
         return super()._seen(event)
 
 
@@ -166,7 +189,7 @@ class NoAnchorProof(Mutant):
 
 MUTANTS = [
     NoClassify, NoPostCheck, HeaderLate, NoBaseCheck, AppliesAborted, WritesBeforeCommit, ResumesDirty,
-    DropsStageEarly, ForgetsDirty, SkipsEmpty,
+    DropsStageEarly, ForgetsDirty, SkipsEmpty, StagesWhatDoesNotAddUp, StagesPart,
 ]  # fmt: skip
 
 
@@ -213,32 +236,46 @@ def test_an_event_out_of_place_is_a_protocol_error() -> None:
 
 
 def test_wrong_live_bits_lead_to_the_anchor() -> None:
-    commit = x.LOG[2, True]
+    commit = x.LOG[2, COMMITTED]
     clean = follower(phase=Phase.CLEAN, version=1, digest=Digest(1, 1))
     after, actions = clean.on(m.AttemptRead(commit))
     assert after.phase is Phase.LOST
     assert any(isinstance(a, m.FindAnchor) for a in actions)
 
 
+@pytest.mark.parametrize(("number", "done"), [(2, PART), (2, 0), (x.WRONG, SEALED), (x.WRONG, PART)])
+def test_what_is_not_sealed_or_does_not_add_up_is_waited_for(number: int, done: int) -> None:
+    """One producer's wrong baseline must not make receivers doubt their own bits."""
+    base = x.base_of(number)
+    clean = follower(phase=Phase.CLEAN, version=base, digest=x.digest(x.W[base]))
+    seen = x.LOG[number, done] if done else m.Attempt(number)
+    assert clean.on(m.AttemptRead(seen)) == (clean, (m.AwaitAttempt(number),))
+
+
+def test_what_all_producers_sealed_is_staged_before_the_outcome() -> None:
+    clean = follower(phase=Phase.CLEAN, version=1, digest=x.digest(x.W[1]))
+    staging, actions = clean.on(m.AttemptRead(x.LOG[2, SEALED]))
+    assert (staging.phase, actions) == (Phase.STAGING, (m.Stage(x.LOG[2, SEALED]),))
+
+
 def test_a_payload_that_leads_elsewhere_is_refused() -> None:
-    commit = x.LOG[2, True]
-    assert commit.manifest is not None
-    sums = tuple(m.Sums(ref.pre, ref.post + Digest(1, 0)) for ref in commit.manifest.payloads)
+    commit = x.LOG[2, COMMITTED]
+    sums = tuple(m.Sums(ref.pre, ref.post + Digest(1, 0)) for ref in commit.payloads)
     staging = follower(phase=Phase.STAGING, version=1, digest=x.digest(x.W[1]), attempt=commit)
     with pytest.raises(IntegrityError, match="does not lead where"):
         staging.on(m.Staged(sums))
 
 
 def test_a_manifest_that_changes_while_staged_is_refused() -> None:
-    staged = follower(phase=Phase.STAGED, version=1, digest=x.digest(x.W[1]), attempt=x.LOG[2, False])
+    staged = follower(phase=Phase.STAGED, version=1, digest=x.digest(x.W[1]), attempt=x.LOG[2, SEALED])
     with pytest.raises(IntegrityError, match="changed its manifest"):
-        staged.on(m.AttemptRead(x.LOG[4, True]))
+        staged.on(m.AttemptRead(x.LOG[4, COMMITTED]))
 
 
 def test_dirty_towards_an_uncommitted_version_is_refused() -> None:
     redo = follower(phase=Phase.REDO, version=1, digest=x.digest(x.W[1]))
     with pytest.raises(IntegrityError, match="not committed"):
-        redo.on(m.AttemptRead(x.LOG[2, False]))
+        redo.on(m.AttemptRead(x.LOG[2, SEALED]))
 
 
 def test_an_anchor_of_other_bits_is_refused() -> None:
@@ -248,4 +285,4 @@ def test_an_anchor_of_other_bits_is_refused() -> None:
 
 def test_late_duplicates_are_ignored() -> None:
     clean = follower(phase=Phase.CLEAN, version=4, digest=x.digest(x.W[4]))
-    assert clean.on(m.AttemptRead(x.LOG[2, True])) == (clean, ())
+    assert clean.on(m.AttemptRead(x.LOG[2, COMMITTED])) == (clean, ())

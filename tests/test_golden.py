@@ -14,6 +14,7 @@ from deltarefit import MemoryBaseline, _kernel
 from deltarefit.codec import open_payload
 from deltarefit.digest import array_digest, tensor_key
 from deltarefit.manifest import Catalog, PayloadRef, ProducerManifest
+from deltarefit.pieces import FLAT
 from deltarefit.records import Digest
 from deltarefit.weights import Weights
 from tests import helpers as h
@@ -65,6 +66,12 @@ def test_one_digest_in_full() -> None:
     assert Digest(*_kernel.digest(np.array([1, 2, 3], "u2"), 5, 7)) == Digest.parse("f35e140c11db3c804d0a04bd51ac7fe9")
 
 
+def test_one_piece_digest_in_full() -> None:
+    """Elements 1 and 2 of rows of 2, 10 apart: positions 4 and 13."""
+    found = Digest(*_kernel.digest(np.array([7, 8], "u2"), 1, 7, (3, 2, 1, 10)))
+    assert found == Digest(*oracle.digest_of([(4, 7), (13, 8)], 7)) == Digest.parse("fa40c2e51df97080cdfb3448f5733894")
+
+
 def test_the_payload_leads_from_the_known_old_bits_to_the_known_new_ones() -> None:
     ref, catalog, old, new = stored_ref(), stored_catalog(), arrays("old"), arrays("new")
     deltas = open_payload((HERE / "payload.bin").read_bytes(), ref, catalog)
@@ -81,11 +88,12 @@ def test_the_payload_leads_from_the_known_old_bits_to_the_known_new_ones() -> No
 
 
 def test_the_oracle_agrees_on_the_payload() -> None:
-    old, new = arrays("old"), arrays("new")
+    now, new = arrays("old"), arrays("new")
     for delta in open_payload((HERE / "payload.bin").read_bytes(), stored_ref(), stored_catalog()):
         slices = [bytes(piece) for piece in delta.slices]
-        found = oracle.after(delta.record, slices, old[delta.tensor][delta.start : delta.stop])
-        assert found == oracle.flat(new[delta.tensor][delta.start : delta.stop])
+        after = oracle.after(delta.record, slices, now[delta.tensor], oracle.low(delta.record))
+        now[delta.tensor] = np.array(after, now[delta.tensor].dtype)
+    assert [array.tobytes() for array in now] == [array.tobytes() for array in new]
 
 
 def test_the_payload_covers_the_format() -> None:
@@ -99,6 +107,11 @@ def test_the_payload_covers_the_format() -> None:
     assert any(delta.record[8] for delta in deltas), "no two-bit escapes"
     assert any(delta.record[5] > delta.count for delta in deltas), "no chain with a byte of 255"
     assert any(delta.start for delta in deltas), "no delta that begins inside a tensor"
+    rows = {delta.rows for delta in deltas} - {FLAT}
+    assert {(run > 1, step > 1) for _, run, step, _ in rows} == {(False, False), (True, False), (True, True)}
+    assert any(delta.start % delta.rows[1] for delta in deltas if delta.rows != FLAT), (
+        "no delta that begins inside a row"
+    )
 
 
 def test_the_generator_still_makes_these_vectors() -> None:

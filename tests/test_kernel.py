@@ -268,7 +268,7 @@ def far_delta(kind: int) -> tuple[oracle.Record, list[bytes], list[int]]:
     if kind == 1:
         slices += oracle.write_planes([0, 0, 0], 1)
         sizes[0:3], code = [3, len(slices[4]), 3], code | 1 << 6
-    record = (2**46, 2**40, 3, code, 3 if kind else 0, sizes[1], sizes[2], 3, 0)
+    record = (2**46, 2**40, 3, code, 3 if kind else 0, sizes[1], sizes[2], 3, 0, *oracle.FLAT)
     return record, [*slices, b"\x01\x02\x04"], positions
 
 

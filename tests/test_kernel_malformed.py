@@ -19,10 +19,15 @@ from tests.test_kernel import EXAMPLES, KEY, every_level, far_delta, kernel
 Delta = tuple[oracle.Record, list[bytes]]
 
 
+GEOMETRIES: list[oracle.Rows] = [oracle.FLAT, (5, 3, 2, 11), oracle.FLAT, (4, 1, 1, 3), (0, 4, 1, 9)]
+
+
 def small_deltas() -> list[Delta]:
-    """One delta of every kind, operation and packing, a few widths and plane counts; a dozen bytes each."""
+    """One delta of every kind, operation and packing, a few widths and plane counts, flat ones and of pieces with and
+    without long rows; a dozen bytes each."""
     deltas = []
-    for width, kind, (operation, packing) in itertools.product((1, 2, 8), (0, 1, 2), ((0, 0), (1, 0), (1, 1), (2, 0))):
+    cases = itertools.product((1, 2, 8), (0, 1, 2), ((0, 0), (1, 0), (1, 1), (2, 0)))
+    for (width, kind, (operation, packing)), rows in zip(cases, itertools.cycle(GEOMETRIES), strict=False):
         size = 11 if kind < 2 else 6
         old = np.arange(size).astype(f"u{width}") * 20
         new = old.copy()
@@ -32,7 +37,7 @@ def small_deltas() -> list[Delta]:
         for gap_planes, value_planes in ((1, width), (2, 8 if width == 1 else width - 1)):
             if width == 8 and value_planes < 8 and operation == 0 and packing == 0:
                 continue  # a chain of 2**56 bytes
-            args = (kind, gap_planes, operation, packing, value_planes, gap_planes)
+            args = (kind, gap_planes, operation, packing, value_planes, gap_planes, rows)
             made = oracle.encode(old, new, 9, KEY, *args)
             assert made is not None
             deltas.append((made[0], [data for _, data in made[1]]))
@@ -60,7 +65,7 @@ def compare(record: oracle.Record, slices: list[bytes]) -> bool:
             kernel.validate(record, slices)
         return False
     positions = found[0]
-    assert all(a < b for a, b in itertools.pairwise([*positions, record[1]]))
+    assert all(a < b for a, b in itertools.pairwise([*positions, oracle.span(record)]))
     kernel.validate(record, slices)
     return True
 
@@ -82,7 +87,7 @@ def test_any_changed_byte_of_a_slice(level: str) -> None:
 
 def test_any_changed_byte_of_a_record() -> None:
     for record, slices in DELTAS:
-        for column, byte, flip in itertools.product(range(9), range(8), (1, 2, 0x80, 0xFF)):
+        for column, byte, flip in itertools.product(range(13), range(8), (1, 2, 0x80, 0xFF)):
             broken = list(record)
             broken[column] ^= flip << (8 * byte)
             compare(tuple(broken), slices)  # type: ignore[arg-type]
@@ -200,8 +205,8 @@ def test_arrays_that_do_not_fit(level: str) -> None:
     kernel.use_level(level)
     for record, slices in DELTAS:
         dtype = f"u{oracle.unpack_code(record[3])['width']}"
-        fitting = np.arange(record[1] + 4).astype(dtype)
-        check_refused(record, slices, fitting[: record[1] - 1], match="range")
+        fitting = np.arange(oracle.span(record) + 4).astype(dtype)
+        check_refused(record, slices, fitting[: oracle.span(record) - 1], match="range")
         check_refused(record, slices, fitting, 5, match="range")
         check_refused(record, slices, fitting, 2**63, match="range")
         check_refused(record, slices, fitting[:0], match="range")
@@ -220,7 +225,7 @@ def test_arrays_that_do_not_fit(level: str) -> None:
 
 def test_read_only_arrays() -> None:
     record, slices = DELTAS[0]
-    array = np.zeros(record[1], f"u{oracle.unpack_code(record[3])['width']}")
+    array = np.zeros(oracle.span(record), f"u{oracle.unpack_code(record[3])['width']}")
     array.flags.writeable = False
     saved = array.tobytes()
     with pytest.raises(ValueError, match="read-only"):
@@ -249,7 +254,7 @@ def test_records_and_arguments_of_other_types() -> None:
     wrong: list[Any] = [record[:-1], (*record, 0), [*record], (*record[:-1], -1), (*record[:-1], 2**64)]
     wrong += [(*record[:-1], "x"), "record", 7]
     for broken in wrong:
-        with pytest.raises(ValueError, match="nine integers"):
+        with pytest.raises(ValueError, match="13 integers"):
             kernel.pieces(broken)
     with pytest.raises(TypeError):
         kernel.validate(record, [1, 2])

@@ -31,7 +31,7 @@ from deltarefit.records import Digest, Record
 
 RUN_ID = "0123456789abcdef" * 2
 SHA = hashlib.sha256(b"x").hexdigest()
-REF = PayloadRef(SHA, 1234, {"gap1.0": 77, "table": 80, "two": 20}, 1, 77, Digest(1, 2), Digest(3, 2**64 - 1))
+REF = PayloadRef(SHA, 1234, {"gap1.0": 77, "table": 80, "two": 20}, 1, 77, 3, 5, Digest(1, 2), Digest(3, 2**64 - 1))
 EXAMPLES: list[Record] = [
     Catalog((TensorEntry("a", "BF16", (3, 4), ("z",)), TensorEntry("b", "BOOL", ()))),
     Run(RUN_ID, SHA),

@@ -17,7 +17,8 @@ from deltarefit.digest import catalog_keys
 from deltarefit.errors import DigestMismatch, IntegrityError, NotFoundError
 from deltarefit.events import Emit, ignore
 from deltarefit.manifest import Anchor, PayloadRef
-from deltarefit.pipeline import PAYLOAD_BYTES, Upload, counted, upload_segments
+from deltarefit.pieces import whole
+from deltarefit.pipeline import PAYLOAD_BYTES, Upload, counted, extents_of, upload_segments
 from deltarefit.ports import Store, Target
 from deltarefit.protocol.messages import Attempt
 from deltarefit.receiver import Receiver
@@ -78,11 +79,12 @@ def _upload(
 
     def encode(segment: Segment) -> EncodedDelta:
         tensor, start, stop = segment
+        piece = whole(tensor, log.catalog.tensors[tensor].numel)
         with baseline.window(tensor, start, stop) as (array, first):
-            return encode_full(tensor, flat(array, first, stop - start), start, keys[tensor])
+            return encode_full(piece, flat(array, first, stop - start), start, keys[tensor])
 
     return upload_segments(
-        counted(log.catalog, "anchor", version, emit), encode, upload, threads or os.cpu_count() or 1
+        counted(extents_of(log.catalog), "anchor", version, emit), encode, upload, threads or os.cpu_count() or 1
     )
 
 

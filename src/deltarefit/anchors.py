@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from deltarefit.codec import ALL, SET, Delta, check_object, open_payload
+from deltarefit.coverage import check_segments
 from deltarefit.errors import AlreadyExistsError, FormatError, UnavailableError, UsageError
 from deltarefit.events import Emit, Event
 from deltarefit.manifest import Anchor, Catalog, FileRef, PayloadRef
+from deltarefit.pieces import Rows, piece_with
 from deltarefit.records import Digest
 from deltarefit.runlog import RunLog, anchor_prefix
 from deltarefit.weights import Weights
@@ -72,30 +74,23 @@ def load_anchor(log: RunLog, anchor: Anchor, weights: Weights, emit: Emit) -> No
 
 
 class _Coverage:
-    """Checks that an anchor's deltas set every element of the catalog exactly once, in order."""
+    """Checks that an anchor's deltas set every element of the catalog exactly once; they come from several producers,
+    in any order."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._tensor, self._next = 0, 0
+        self._ranges: dict[tuple[int, Rows], list[tuple[int, int]]] = {}
 
     def add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
-            self._skip_finished()
-            whole = delta.operation == SET and delta.record[3] & 3 == ALL
-            if not whole or (delta.tensor, delta.start) != (self._tensor, self._next):
-                raise FormatError(
-                    "an anchor does not set every element once, in order",
-                    expected=f"tensor {self._tensor} from {self._next}",
-                    found=f"tensor {delta.tensor} from {delta.start}",
-                )
-            self._next = delta.stop
+            if delta.operation != SET or delta.kind != ALL:
+                name = self._catalog.tensors[delta.tensor].name
+                raise FormatError("an anchor does not set every element", found=f"a difference of {name}")
+            self._ranges.setdefault((delta.tensor, delta.rows), []).append((delta.start, delta.stop))
 
     def finish(self) -> None:
-        self._skip_finished()
-        if self._tensor != len(self._catalog.tensors):
-            raise FormatError(f"an anchor ends at tensor {self._tensor} of {len(self._catalog.tensors)}")
-
-    def _skip_finished(self) -> None:
-        tensors = self._catalog.tensors
-        while self._tensor < len(tensors) and self._next == tensors[self._tensor].numel:
-            self._tensor, self._next = self._tensor + 1, 0
+        parts = []
+        for (tensor, rows), ranges in self._ranges.items():
+            piece = piece_with(tensor, rows, max(stop for _, stop in ranges))
+            parts += [(piece, start, stop) for start, stop in ranges]
+        check_segments(self._catalog, parts, FormatError)

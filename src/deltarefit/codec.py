@@ -1,14 +1,16 @@
 """Deltas and payloads: encode, build, open, validate (docs/format.md §4).
 
-A ``Delta`` is the changed bits of one range of one canonical tensor. A payload is one immutable object that holds many
-deltas: like pieces of all deltas stand together in one stream, and each stream is one zstd frame in a safetensors file.
+A ``Delta`` is the changed bits of a range of one piece of one canonical tensor. A payload is one immutable object that
+holds many deltas: like arrays of all deltas stand together in one stream, and each stream is one zstd frame in a
+safetensors file.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -17,42 +19,75 @@ import safetensors.numpy
 import zstandard
 
 from deltarefit import _kernel
+from deltarefit.coverage import cut, disjoint
 from deltarefit.elements import Elements
 from deltarefit.errors import FormatError, IntegrityError
 from deltarefit.manifest import MAX_PAYLOAD_BYTES, MAX_STREAM_BYTES, Catalog, PayloadRef
+from deltarefit.pieces import FLAT, Piece, Rows, piece_with
 from deltarefit.records import Digest
 
 XOR, ADD, SET = 0, 1, 2
 GAPS, RUNS, ALL = 0, 1, 2
-COLUMNS = 10
+COLUMNS = 14
 PAYLOAD_TAG = "payload/1"
 TABLE = "table"
 ZSTD_LEVEL = 1
+MAX_MEETINGS = 1 << 16
+"""Most pairs of pieces of one tensor that interleave in one payload: each pair takes its own proof."""
 
-_Piece = bytes | memoryview
-DeltaRecord = tuple[int, int, int, int, int, int, int, int, int]
-"""start, length, count, code, runs, gap_chain, run_chain, value_chain, escapes: columns 1-9 of the table."""
-Row = tuple[int, int, int, int, int, int, int, int, int, int]
+_Slice = bytes | memoryview
+DeltaRecord = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int]
+"""start, length, count, code, runs, gap_chain, run_chain, value_chain, escapes, offset, run, step, pitch: columns 1-13
+of the table."""
+Row = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Changed bits of elements [start, start + length) of catalog tensor ``tensor``.
+    """Changed bits of elements [start, start + length) of one piece of catalog tensor ``tensor``.
 
-    ``record`` is columns 1-9 of the payload's table, ``slices`` its pieces in stream order (kernel ``pieces``).
+    ``record`` is columns 1-13 of the payload's table, ``slices`` its arrays in stream order (kernel ``pieces``).
+    ``start`` counts the piece's own elements as ``rows`` enumerates them; where they are ``FLAT``, the tensor's.
     """
 
     tensor: int
     record: DeltaRecord
-    slices: tuple[_Piece, ...]
+    slices: tuple[_Slice, ...]
 
     @property
     def start(self) -> int:
         return self.record[0]
 
     @property
+    def length(self) -> int:
+        return self.record[1]
+
+    @property
     def stop(self) -> int:
         return self.record[0] + self.record[1]
+
+    @property
+    def rows(self) -> Rows:
+        return self.record[9:]
+
+    @property
+    def low(self) -> int:
+        """The first position in the tensor that it covers."""
+        return _position(self.rows, self.start)
+
+    @property
+    def high(self) -> int:
+        """One past the last position in the tensor that it covers."""
+        return _position(self.rows, self.stop - 1) + 1
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Deltas of one payload ascend by this."""
+        return (self.tensor, *self.rows, self.start)
+
+    def local(self, start: int) -> Delta:
+        """The same bits as a flat range from ``start`` on: for an array that holds just a piece, in its order."""
+        return Delta(self.tensor, (start, *self.record[1:9], *FLAT), self.slices)
 
     @property
     def count(self) -> int:
@@ -63,12 +98,16 @@ class Delta:
         return 1 << ((self.record[3] >> 17) & 3)
 
     @property
+    def kind(self) -> int:
+        return self.record[3] & 3
+
+    @property
     def operation(self) -> int:
         return (self.record[3] >> 10) & 3
 
     @property
     def nbytes(self) -> int:
-        return sum(len(piece) for piece in self.slices)
+        return sum(len(data) for data in self.slices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +120,26 @@ class EncodedDelta:
     post: Digest
 
 
-def encode_delta(tensor: int, old: Elements, new: Elements, start: int, key: int) -> EncodedDelta | None:
-    """The delta from ``old`` to ``new`` (one shape, elements from position ``start``); None if no bit differs."""
-    return _encoded(tensor, _kernel.encode(old, new, start, key))
+def _position(rows: Rows, p: int) -> int:
+    """Position in the tensor of element ``p`` of a piece."""
+    offset, run, step, pitch = rows
+    return offset + p // run * pitch + p % run * step if run else p
 
 
-def encode_full(tensor: int, new: Elements, start: int, key: int) -> EncodedDelta:
+def encode_delta(piece: Piece, old: Elements, new: Elements, start: int, key: int) -> EncodedDelta | None:
+    """The delta from ``old`` to ``new`` (one shape, the piece's elements from ``start`` on; ``key`` is the tensor's);
+    None if no bit differs."""
+    operation = SET if piece.overwrite else -1
+    made = _kernel.encode(old, new, piece.origin + start, key, operation=operation, rows=piece.rows)
+    return _encoded(piece.tensor, made)
+
+
+def encode_full(piece: Piece, new: Elements, start: int, key: int) -> EncodedDelta:
     """A delta that sets every element, for anchors; its ``pre`` is meaningless (there is no base) and zero."""
-    encoded = _encoded(tensor, _kernel.encode(new, new, start, key, kind=ALL, operation=SET, packing=0))
+    first, rows = piece.origin + start, piece.rows
+    encoded = _encoded(
+        piece.tensor, _kernel.encode(new, new, first, key, kind=ALL, operation=SET, packing=0, rows=rows)
+    )
     if encoded is None:
         raise ValueError("an empty range has no delta")
     return EncodedDelta(encoded.delta, encoded.streams, Digest(), encoded.post)
@@ -104,29 +155,30 @@ def _encoded(tensor: int, result: Any) -> EncodedDelta | None:
 
 @dataclass
 class PayloadBuilder:
-    """Collects deltas in (tensor, start) order; ``build`` makes the object and its reference, once, giving the
-    memory of each stream back as soon as it is compressed."""
+    """Collects deltas in any order; ``build`` makes the object and its reference, once, giving the memory of each
+    stream back as soon as it is compressed."""
 
-    rows: list[Row] = field(default_factory=list)
-    streams: dict[str, list[_Piece]] = field(default_factory=dict)
-    pre: Digest = field(default_factory=Digest)
-    post: Digest = field(default_factory=Digest)
+    encoded: list[EncodedDelta] = field(default_factory=list)
     nbytes: int = 0
 
     def add(self, encoded: EncodedDelta) -> None:
-        delta = encoded.delta
-        self.rows.append((delta.tensor, *delta.record))
-        for name, piece in zip(encoded.streams, delta.slices, strict=True):
-            self.streams.setdefault(name, []).append(piece)
-        self.pre += encoded.pre
-        self.post += encoded.post
-        self.nbytes += delta.nbytes + COLUMNS * 8
+        self.encoded.append(encoded)
+        self.nbytes += encoded.delta.nbytes + COLUMNS * 8
+
+    @property
+    def rows(self) -> list[Row]:
+        """The table so far."""
+        return [(e.delta.tensor, *e.delta.record) for e in self.encoded]
 
     def build(self) -> tuple[bytes, PayloadRef]:
         """The payload's bytes and the reference that a manifest carries."""
+        self.encoded.sort(key=lambda encoded: encoded.delta.order)
+        rows = self.rows
+        pre, post = sum((e.pre for e in self.encoded), Digest()), sum((e.post for e in self.encoded), Digest())
+        streams = self._take_streams()
         sizes, packed = {}, {}
-        for name in [*sorted(self.streams), TABLE]:
-            raw = _pack_table(self.rows) if name == TABLE else b"".join(self.streams.pop(name))
+        for name in [*sorted(streams), TABLE]:
+            raw = _pack_table(rows) if name == TABLE else b"".join(streams.pop(name))
             if raw:
                 sizes[name], packed[name] = len(raw), np.frombuffer(_compress(raw), np.uint8)
         data = safetensors.numpy.save(packed, {"deltarefit": PAYLOAD_TAG})
@@ -134,11 +186,22 @@ class PayloadBuilder:
             sha256=hashlib.sha256(data).hexdigest(),
             size=len(data),
             streams=sizes,
-            deltas=len(self.rows),
-            changed=sum(row[3] for row in self.rows),
-            pre=self.pre,
-            post=self.post,
+            deltas=len(rows),
+            changed=sum(row[3] for row in rows),
+            first=rows[0][0],
+            last=rows[-1][0],
+            pre=pre,
+            post=post,
         )
+
+    def _take_streams(self) -> dict[str, list[_Slice]]:
+        """The arrays of all deltas by stream, in the order of the table; nothing else holds them any more."""
+        streams: dict[str, list[_Slice]] = {}
+        for encoded in self.encoded:
+            for name, data in zip(encoded.streams, encoded.delta.slices, strict=True):
+                streams.setdefault(name, []).append(data)
+        self.encoded.clear()
+        return streams
 
 
 def _compress(data: bytes) -> bytes:
@@ -170,9 +233,12 @@ def open_payload(data: bytes, ref: PayloadRef, catalog: Catalog) -> list[Delta]:
     table = streams.pop(TABLE)
     if len(table) != COLUMNS * 8 * ref.deltas:
         raise FormatError(f"{where}: table size", expected=COLUMNS * 8 * ref.deltas, found=len(table))
-    rows = _unpack_table(table, ref.deltas)
-    _check_rows(rows, ref, catalog, where)
-    return list(_cut(rows, streams, where))
+    listed = [Delta(row[0], row[1:], ()) for row in _unpack_table(table, ref.deltas)]
+    _check_table(listed, ref, catalog, where)
+    deltas = list(_with_slices(listed, streams, where))
+    for tensor, mine in groupby(deltas, key=lambda delta: delta.tensor):
+        _check_apart(list(mine), f"{where}: {catalog.tensors[tensor].name}")
+    return deltas
 
 
 def check_object(data: bytes, sha256: str, size: int, where: str) -> None:
@@ -213,37 +279,38 @@ def _decompress(tensor: dict[str, Any], size: int, where: str) -> bytes:
     return bytes(raw)
 
 
-def _check_rows(rows: list[Row], ref: PayloadRef, catalog: Catalog, where: str) -> None:
-    """The table against the catalog: known tensors, widths, bounds, order, no overlap, the stated count."""
-    last_tensor, last_stop = -1, 0
-    for tensor, start, length, _, code, *_ in rows:
-        if tensor >= len(catalog.tensors):
-            raise FormatError(f"{where}: tensor id", expected=f"< {len(catalog.tensors)}", found=tensor)
-        entry = catalog.tensors[tensor]
-        if 1 << ((code >> 17) & 3) != entry.width:
-            raise FormatError(f"{where}: element width of {entry.name}", expected=entry.width, found=code)
-        if start + length > entry.numel:
-            raise FormatError(f"{where}: range of {entry.name}", expected=entry.numel, found=start + length)
-        if tensor < last_tensor or (tensor == last_tensor and start < last_stop):
-            raise FormatError(f"{where}: deltas out of order at {entry.name}")
-        last_tensor, last_stop = tensor, start + length
-    if (changed := sum(row[3] for row in rows)) != ref.changed:
+def _check_table(deltas: Sequence[Delta], ref: PayloadRef, catalog: Catalog, where: str) -> None:
+    """The table against the catalog and the reference: known tensors, widths, bounds, order, the stated count."""
+    for delta in deltas:
+        if delta.tensor >= len(catalog.tensors):
+            raise FormatError(f"{where}: tensor id", expected=f"< {len(catalog.tensors)}", found=delta.tensor)
+        entry = catalog.tensors[delta.tensor]
+        if delta.width != entry.width:
+            raise FormatError(f"{where}: element width of {entry.name}", expected=entry.width, found=delta.width)
+        if delta.high > entry.numel:
+            raise FormatError(f"{where}: range of {entry.name}", expected=entry.numel, found=delta.high)
+    for one, two in pairwise(deltas):
+        overlap = one.order[:-1] == two.order[:-1] and two.start < one.stop
+        if two.order < one.order or overlap:
+            raise FormatError(f"{where}: deltas out of order at {catalog.tensors[two.tensor].name}")
+    if (changed := sum(delta.count for delta in deltas)) != ref.changed:
         raise FormatError(f"{where}: number of changes", expected=ref.changed, found=changed)
+    ends = (deltas[0].tensor, deltas[-1].tensor) if deltas else (0, 0)
+    if ends != (ref.first, ref.last):
+        raise FormatError(f"{where}: first and last tensor", expected=(ref.first, ref.last), found=ends)
 
 
-def _cut(rows: Iterable[Row], streams: dict[str, bytes], where: str) -> Iterator[Delta]:
-    """Cut each delta's pieces off the streams, validated; the streams must be used up exactly."""
+def _with_slices(deltas: Iterable[Delta], streams: dict[str, bytes], where: str) -> Iterator[Delta]:
+    """Cut each delta's arrays off the streams, validated; the streams must be used up exactly."""
     views = {name: memoryview(data) for name, data in streams.items()}
     used = dict.fromkeys(streams, 0)
-    for row in rows:
-        record = row[1:]
+    for delta in deltas:
         try:
-            pieces = _kernel.pieces(record)
-            slices = tuple(_take(views, used, name, size) for name, size in pieces)
-            _kernel.validate(record, slices)
+            slices = tuple(_take(views, used, name, size) for name, size in _kernel.pieces(delta.record))
+            _kernel.validate(delta.record, slices)
         except ValueError as error:
-            raise FormatError(f"{where}: delta of tensor {row[0]} at {row[1]}: {error}") from error
-        yield Delta(row[0], record, slices)
+            raise FormatError(f"{where}: delta of tensor {delta.tensor} at {delta.start}: {error}") from error
+        yield Delta(delta.tensor, delta.record, slices)
     if left := [name for name, view in views.items() if used[name] != len(view)]:
         raise FormatError(f"{where}: bytes left over in streams", found=left)
 
@@ -256,3 +323,46 @@ def _take(views: dict[str, memoryview], used: dict[str, int], name: str, size: i
         return memoryview(b"")
     used[name] = start + size
     return views[name][start : start + size]
+
+
+def _check_apart(deltas: Sequence[Delta], where: str) -> None:
+    """No element of one tensor is in two pieces; of a piece counts all that lies from its first delta to its last."""
+    if all(delta.rows == FLAT for delta in deltas):
+        return  # their order says it
+    stretches = sorted(_stretches(deltas), key=lambda stretch: stretch.low)
+    near: list[_Stretch] = []
+    meetings = 0
+    for stretch in stretches:
+        near = [other for other in near if other.high > stretch.low]
+        meetings += len(near)
+        if meetings > MAX_MEETINGS:
+            raise FormatError(f"{where}: too many pieces interleave", expected=f"<= {MAX_MEETINGS} pairs")
+        for other in near:
+            if not all(disjoint(a, b) for a in stretch.parts for b in other.parts):
+                raise FormatError(f"{where}: pieces overlap", found=(stretch.rows, other.rows))
+        near.append(stretch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Elements [start, stop) of a piece, which lie within [low, high) of the tensor."""
+
+    tensor: int
+    rows: Rows
+    start: int
+    stop: int
+    low: int
+    high: int
+
+    @property
+    def parts(self) -> list[Piece]:
+        return list(cut(piece_with(self.tensor, self.rows, self.stop), self.start, self.stop))
+
+
+def _stretches(deltas: Sequence[Delta]) -> Iterator[_Stretch]:
+    """Flat deltas as they are, all deltas of one piece as one."""
+    for rows, group in groupby(deltas, key=lambda delta: delta.rows):
+        mine = list(group)
+        for several in [[delta] for delta in mine] if rows == FLAT else [mine]:
+            first, last = several[0], several[-1]
+            yield _Stretch(first.tensor, rows, first.start, last.stop, first.low, last.high)

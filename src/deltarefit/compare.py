@@ -16,7 +16,8 @@ from deltarefit.encoding import changed_elements
 from deltarefit.errors import UsageError
 from deltarefit.events import Emit, ignore
 from deltarefit.manifest import Catalog, TensorEntry
-from deltarefit.pipeline import PAYLOAD_BYTES, Upload, counted, upload_segments
+from deltarefit.pieces import whole
+from deltarefit.pipeline import PAYLOAD_BYTES, Upload, counted, extents_of, upload_segments
 from deltarefit.ports import Source
 from deltarefit.weights import Segment
 
@@ -99,7 +100,7 @@ def compare(
     alike = Catalog(tuple(TensorEntry(n, a[n].dtype, a[n].shape) for n in shared if _kind(a[n]) == _kind(b[n])))
     encoder = _Encoder(alike, first, second)
     refs = upload_segments(
-        counted(alike, "compare", 0, emit),
+        counted(extents_of(alike), "compare", 0, emit),
         encoder,
         Upload(_Nowhere(), "", payload_bytes),
         threads or os.cpu_count() or 1,
@@ -125,6 +126,7 @@ class _Encoder:
     def __init__(self, alike: Catalog, first: Source, second: Source) -> None:
         self.changed = [0] * len(alike.tensors)
         self._ids = [(first.catalog.index[e.name], second.catalog.index[e.name]) for e in alike.tensors]
+        self._pieces = [whole(number, entry.numel) for number, entry in enumerate(alike.tensors)]
         self._first, self._second = first, second
         self._lock = threading.Lock()
 
@@ -132,7 +134,7 @@ class _Encoder:
         tensor, start, stop = segment
         old_id, new_id = self._ids[tensor]
         with self._first.read(old_id, start, stop) as old, self._second.read(new_id, start, stop) as new:
-            encoded = encode_delta(tensor, old, new, start, key=0)
+            encoded = encode_delta(self._pieces[tensor], old, new, start, key=0)
             changed = changed_elements(encoded, old, new)
         with self._lock:
             self.changed[tensor] += changed

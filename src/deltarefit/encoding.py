@@ -6,12 +6,14 @@ import threading
 
 from deltarefit import _kernel
 from deltarefit.codec import EncodedDelta, encode_delta, encode_full
-from deltarefit.digest import array_digest
+from deltarefit.digest import catalog_keys
 from deltarefit.elements import Elements
 from deltarefit.errors import DigestMismatch
-from deltarefit.ports import Source, Target
+from deltarefit.manifest import Catalog
+from deltarefit.pieces import Piece
+from deltarefit.ports import Baseline, Source
 from deltarefit.records import Digest
-from deltarefit.weights import Segment, flat
+from deltarefit.weights import Segment
 
 
 def changed_elements(encoded: EncodedDelta | None, old: Elements, new: Elements) -> int:
@@ -21,37 +23,43 @@ def changed_elements(encoded: EncodedDelta | None, old: Elements, new: Elements)
 
 
 class SegmentEncoder:
-    """Encodes the segments of one publish; called from several threads.
+    """Encodes the segments of one producer in one publish; called from several threads.
 
     ``changed`` counts elements whose bits differ. With ``prove``, the digest of the source's own bits is summed beside
-    the encoding, so that ``check`` can tell a delta that was taken against a wrong baseline (F4, F47), or from a source
-    that changed while it was read.
+    the encoding, so that ``check`` can tell a delta that was taken against a wrong baseline (F4, F47).
     """
 
-    def __init__(self, source: Source, baseline: Target, keys: tuple[int, ...], prove: bool) -> None:
-        self._source, self._baseline, self._keys, self._prove = source, baseline, keys, prove
+    def __init__(self, run: str, catalog: Catalog, source: Source, baseline: Baseline, prove: bool) -> None:
+        self._source, self._baseline, self._prove = source, baseline, prove
+        self._pieces, self._keys = source.pieces, catalog_keys(run, catalog)
         self._lock = threading.Lock()
         self._digest = Digest()
         self.changed = 0
 
     def delta(self, segment: Segment) -> EncodedDelta | None:
         """What changed in a segment since the baseline; None if nothing did."""
-        tensor, start, stop = segment
-        key = self._keys[tensor]
-        with (
-            self._baseline.window(tensor, start, stop) as (array, first),
-            self._source.read(tensor, start, stop) as new,
-        ):
-            old = flat(array, first, stop - start)
-            encoded = encode_delta(tensor, old, new, start, key)
-            self._note(changed_elements(encoded, old, new), array_digest(new, start, key) if self._prove else Digest())
+        number, start, stop = segment
+        piece = self._pieces[number]
+        with self._baseline.read(number, start, stop) as old, self._source.read(number, start, stop) as new:
+            encoded = encode_delta(piece, old, new, start, self._keys[piece.tensor])
+            self._note(changed_elements(encoded, old, new), self._sum(piece, new, start))
             return encoded
 
     def whole(self, segment: Segment) -> EncodedDelta:
-        """A segment that sets every element, for an anchor."""
-        tensor, start, stop = segment
-        with self._source.read(tensor, start, stop) as new:
-            return encode_full(tensor, new, start, self._keys[tensor])
+        """A segment that sets every element, for an anchor; the baseline takes the same bits."""
+        number, start, stop = segment
+        piece = self._pieces[number]
+        with self._source.read(number, start, stop) as new:
+            encoded = encode_full(piece, new, start, self._keys[piece.tensor])
+            self._baseline.take(number, start, new)
+            self._note(new.size, encoded.post)
+            return encoded
+
+    def _sum(self, piece: Piece, new: Elements, start: int) -> Digest:
+        if not self._prove:
+            return Digest()
+        origin = piece.origin
+        return Digest(*_kernel.digest(new, origin + start, self._keys[piece.tensor], piece.rows))
 
     def _note(self, changed: int, digest: Digest) -> None:
         with self._lock:

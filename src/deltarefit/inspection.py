@@ -80,16 +80,16 @@ def _plain(ref: PayloadRef) -> dict[str, object]:
 def row(log: RunLog, attempt: Attempt, anchors: AbstractSet[int] = frozenset()) -> Row:
     """What is known of an attempt. ``anchors`` are versions known to be anchors beside those that are one by
     birth."""
-    intent, manifest, outcome = attempt.intent, attempt.manifest, attempt.outcome
+    intent, outcome = attempt.intent, attempt.outcome
     base = intent.base if intent else 0
     whole = attempt.committed and base == 0
-    changed = log.catalog.numel if whole else manifest.changed if manifest else 0
+    changed = log.catalog.numel if whole else sum(ref.changed for ref in attempt.payloads)
     dense, wire = log.catalog.dense_bytes, _wire_bytes(attempt, log.anchor(attempt.number) if whole else None)
     return Row(
         attempt=attempt.number,
         outcome=outcome.decision.value if outcome else "open",
         base=base,
-        step=manifest.step if manifest else None,
+        step=attempt.manifests[0].step if attempt.manifests else None,
         changed=changed,
         numel=log.catalog.numel,
         density=changed / log.catalog.numel if log.catalog.numel else 0.0,
@@ -102,8 +102,8 @@ def row(log: RunLog, attempt: Attempt, anchors: AbstractSet[int] = frozenset()) 
 
 
 def _wire_bytes(attempt: Attempt, anchor: Anchor | None) -> int:
-    records: list[Record | None] = [attempt.intent, attempt.manifest, attempt.outcome, anchor]
-    objects: list[PayloadRef | FileRef] = list(attempt.manifest.payloads) if attempt.manifest else []
+    records: list[Record | None] = [attempt.intent, *attempt.manifests, attempt.outcome, anchor]
+    objects: list[PayloadRef | FileRef] = list(attempt.payloads)
     if anchor:
         objects += [*anchor.payloads, *anchor.files]
     return sum(len(record.to_bytes()) for record in records if record) + sum(each.size for each in objects)
@@ -112,7 +112,7 @@ def _wire_bytes(attempt: Attempt, anchor: Anchor | None) -> int:
 def inspect_version(log: RunLog, number: int) -> VersionDetails:
     """Details of a version; ``NotFoundError`` if that attempt is not committed."""
     attempt = log.version(number)
-    intent, manifest, outcome = attempt.intent, attempt.manifest, attempt.outcome
+    intent, outcome = attempt.intent, attempt.outcome
     anchor = log.anchor(number)
     first = anchor if intent and intent.base == 0 else None
     return VersionDetails(
@@ -120,7 +120,7 @@ def inspect_version(log: RunLog, number: int) -> VersionDetails:
         row=row(log, attempt, {number} if anchor else frozenset()),
         digest=str(outcome.digest) if outcome else "",
         base_digest=str(intent.base_digest) if intent else "",
-        payloads=first.payloads if first else manifest.payloads if manifest else (),
+        payloads=first.payloads if first else attempt.payloads,
         files=first.files if first else (),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import secrets
@@ -85,6 +86,31 @@ def remove_leftovers(directory: Path) -> None:
     for path in directory.iterdir():
         if path.name.endswith(_LEFTOVER):
             path.unlink()
+
+
+def take_lock(path: Path, what: Path) -> int:
+    """Lock the file, which guards ``what``, and write our pid into it; the lock lives as long as the descriptor that is
+    returned.
+
+    Raises ``UnavailableError`` that names the owner's pid. Never waits.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, str(os.getpid()).encode(), 0)
+    except BlockingIOError as error:
+        owner = os.pread(handle, 20, 0).decode(errors="replace") or "unknown"
+        os.close(handle)
+        raise UnavailableError(
+            f"{what} is in use",
+            found=f"process {owner}, or a child it forked",
+            next_step="Stop it, or give another directory.",
+        ) from error
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from deltarefit.records import Digest, Record
 MAX_TENSORS = 1 << 22
 MAX_DIMS = 16
 MAX_ELEMENTS = 1 << 48
+MAX_PRODUCERS = 1 << 16
 MAX_PAYLOAD_BYTES = 256 << 20
 """Most bytes of one payload object."""
 MAX_DELTAS = 1 << 20
@@ -123,7 +124,8 @@ class Mode(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Intent(Record):
-    """Create-once ``a/<n>/intent``: attempt ``n`` is open, its deltas apply to version ``base`` (0: to nothing)."""
+    """Create-once ``a/<n>/intent``: attempt ``n`` is open, its deltas apply to version ``base`` (0: to nothing), and
+    come from ``producers`` producers."""
 
     run: str
     attempt: int
@@ -131,8 +133,10 @@ class Intent(Record):
     base_digest: Digest
     mode: Mode
     nonce: str
+    producers: int = 1
 
     def __post_init__(self) -> None:
+        _require(1 <= self.producers <= MAX_PRODUCERS, f"{self.producers} producers")
         _require(self.attempt > self.base, f"attempt {self.attempt} is not after base {self.base}")
 
 
@@ -140,18 +144,22 @@ class Intent(Record):
 class PayloadRef(Record):
     """A payload object, named by hash. ``streams`` gives every stream's size after decompression; ``pre`` and
     ``post`` are the digest sums of its positions before and after (protocol §3.3). ``changed`` counts the positions
-    that its deltas list; a delta that lists a whole range may list elements that did not change."""
+    that its deltas list; a delta that lists a whole range may list elements that did not change. ``first`` and ``last``
+    are the catalog indices of the tensors of its first and last delta: a reader of others need not fetch it."""
 
     sha256: str
     size: int
     streams: dict[str, int] = field(hash=False)
     deltas: int
     changed: int
+    first: int
+    last: int
     pre: Digest
     post: Digest
 
     def __post_init__(self) -> None:
         _require(bool(_SHA256.fullmatch(self.sha256)), "payload name is not a SHA-256")
+        _require(self.first <= self.last, f"payload of tensors {self.first} to {self.last}")
         _require(self.size <= MAX_PAYLOAD_BYTES, f"payload of {self.size} bytes")
         _require(self.deltas <= MAX_DELTAS, f"payload of {self.deltas} deltas")
         _require(sum(self.streams.values()) <= MAX_STREAM_BYTES, "payload streams are too large")
@@ -159,14 +167,25 @@ class PayloadRef(Record):
 
 @dataclass(frozen=True)
 class ProducerManifest(Record):
-    """Create-once ``a/<n>/p/<p>``: all payloads of producer ``p``. ``step`` is the trainer's own number."""
+    """Create-once ``a/<n>/p/<p>``: all payloads of producer ``p``. ``step`` is the trainer's own number.
+
+    ``part`` is the digest of all elements that the producer owns, as they will be: over all producers it adds up to the
+    new version's. ``layout`` names what it owns (``pieces.layout_of``): a producer of the same layout that rebuilds its
+    baseline needs the payloads of no other.
+    """
 
     run: str
     attempt: int
     base: int
     producer: int
     step: int
+    part: Digest
+    layout: str
     payloads: tuple[PayloadRef, ...]
+
+    def __post_init__(self) -> None:
+        _require(self.producer < MAX_PRODUCERS, f"producer {self.producer}")
+        _require(bool(_SHA256.fullmatch(self.layout)), "layout is not a SHA-256")
 
     @property
     def changed(self) -> int:
@@ -191,7 +210,7 @@ class Decision(str, enum.Enum):
 class Outcome(Record):
     """Create-once ``a/<n>/outcome``: the joint commit, or the end of a failed attempt. First writer wins.
 
-    ``manifests`` are the SHA-256 of the producer manifests' bytes; ``digest`` the digest of the new version;
+    ``manifests`` are the SHA-256 of the producer manifests' bytes, in order; ``digest`` the digest of the new version;
     ``anchor`` the newest anchor that the writer knows (0: none). ``members`` and ``evicted`` are reserved
     for vote policies (docs/format.md §2). An ABORT has a ``reason`` and otherwise zeros.
     """

@@ -1,13 +1,13 @@
-"""From canonical segments to payloads in the store: encode, pack, compress, upload, side by side.
+"""From segments to payloads in the store: read, encode, pack, compress, upload, side by side.
 
-Segments are encoded on one pool in catalog order; as soon as a payload is full it is compressed, hashed and uploaded on
-another while the next is being encoded. What is in flight is bounded.
+Segments are read and encoded on one pool in order; as soon as a payload is full it is compressed, hashed and uploaded
+on another while the next is being encoded. What is in flight is bounded in bytes.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,21 +16,25 @@ from deltarefit.codec import EncodedDelta, PayloadBuilder
 from deltarefit.events import Emit, Event
 from deltarefit.manifest import Catalog, PayloadRef
 from deltarefit.ports import Store
-from deltarefit.weights import Segment, segments
+from deltarefit.weights import Segment, cut
 
 T = TypeVar("T")
 U = TypeVar("U")
 
-PAYLOAD_BYTES = 32 << 20
+PAYLOAD_BYTES = 16 << 20
 """Payloads are cut when their streams reach this many bytes; compressed they are at most about that large."""
 MOST_PAYLOAD_BYTES = 192 << 20
 """More could exceed the format's limit, with the last segment on top."""
+AHEAD_BYTES = 64 << 20
+"""Bytes of finished payloads that may wait for the store before encoding stops and waits, too."""
 ENCODE_AHEAD = 4
 """Segments being encoded or waiting, per thread."""
-UPLOADS = 2
+UPLOADS = 4
 """Payloads being compressed or uploaded at a time."""
 
 EncodeSegment = Callable[[Segment], EncodedDelta | None]
+Extents = Sequence[tuple[int, int]]
+"""(elements, element width in bytes) of the arrays that segments are cut from."""
 
 
 @dataclass(frozen=True)
@@ -40,29 +44,38 @@ class Upload:
     store: Store
     prefix: str
     payload_bytes: int = PAYLOAD_BYTES
+    ahead_bytes: int = AHEAD_BYTES
 
 
-def counted(catalog: Catalog, phase: str, version: int, emit: Emit) -> Iterator[Segment]:
-    """All segments of a catalog, told as progress of ``phase`` in canonical bytes as they are taken."""
-    done = 0
-    for tensor, start, stop in segments(catalog):
-        yield tensor, start, stop
-        done += (stop - start) * catalog.tensors[tensor].width
-        emit(Event("progress", phase, version, done=done, total=catalog.dense_bytes))
+def extents_of(catalog: Catalog) -> Extents:
+    """Of whole tensors."""
+    return [(entry.numel, entry.width) for entry in catalog.tensors]
+
+
+def counted(extents: Extents, phase: str, version: int, emit: Emit) -> Iterator[Segment]:
+    """All segments of some arrays, told as progress of ``phase`` in canonical bytes as they are taken."""
+    done, total = 0, sum(numel * width for numel, width in extents)
+    for index, start, stop in cut(extents):
+        yield index, start, stop
+        done += (stop - start) * extents[index][1]
+        emit(Event("progress", phase, version, done=done, total=total))
 
 
 def upload_segments(
-    segments: Iterable[Segment], encode: EncodeSegment, upload: Upload, threads: int
+    segments: Iterable[Segment],
+    encode: EncodeSegment,
+    upload: Upload,
+    threads: int,
+    taken: Callable[[], None] = lambda: None,
 ) -> tuple[PayloadRef, ...]:
     """Encode all segments and upload them as payloads; their references in order. The first error is raised, after
-    what was in flight has ended."""
+    what was in flight has ended. ``taken`` is called once every segment is encoded: nothing is read any more."""
     with (
         ThreadPoolExecutor(threads, thread_name_prefix="encode") as encoders,
         ThreadPoolExecutor(UPLOADS, thread_name_prefix="upload") as uploaders,
     ):
         encoded = _ahead(encoders, encode, segments, ENCODE_AHEAD * threads)
-        builders = _fill(encoded, upload.payload_bytes)
-        return tuple(_ahead(uploaders, lambda builder: _seal(builder, upload), builders, UPLOADS))
+        return tuple(_uploaded(uploaders, _fill(encoded, upload.payload_bytes), upload, taken))
 
 
 def _ahead(pool: ThreadPoolExecutor, work: Callable[[T], U], items: Iterable[T], ahead: int) -> Iterator[U]:
@@ -91,6 +104,29 @@ def _fill(encoded: Iterable[EncodedDelta | None], payload_bytes: int) -> Iterato
             builder = PayloadBuilder()
     if builder.rows:
         yield builder
+
+
+def _uploaded(
+    pool: ThreadPoolExecutor, builders: Iterable[PayloadBuilder], upload: Upload, taken: Callable[[], None]
+) -> Iterator[PayloadRef]:
+    """References in order. At most ``ahead_bytes`` wait beside the payload that is being filled."""
+    waiting: deque[tuple[Future[PayloadRef], int]] = deque()
+    flying = 0
+    try:
+        for builder in builders:
+            nbytes = builder.nbytes
+            while waiting and (flying + nbytes > upload.ahead_bytes or waiting[0][0].done()):
+                future, size = waiting.popleft()
+                yield future.result()
+                flying -= size
+            waiting.append((pool.submit(_seal, builder, upload), nbytes))
+            flying += nbytes
+        taken()
+        while waiting:
+            yield waiting.popleft()[0].result()
+    finally:
+        for future, _ in waiting:
+            future.cancel()
 
 
 def _seal(builder: PayloadBuilder, upload: Upload) -> PayloadRef:

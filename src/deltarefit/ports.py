@@ -1,4 +1,4 @@
-"""The three contracts: where bits come from (Source), where they go (Target), what carries them (Store).
+"""The contracts: where bits come from (Source, Exchange), where they go (Target, Spool), what carries them (Store).
 
 Docstrings are the contract; ``deltarefit.testing.StoreContract`` is the suite that every store passes.
 Elements are unsigned integers of 1, 2, 4 or 8 bytes throughout (design §5): no port knows a float.
@@ -6,12 +6,14 @@ Elements are unsigned integers of 1, 2, 4 or 8 bytes throughout (design §5): no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from deltarefit.elements import Elements
 from deltarefit.manifest import Catalog, Header
+from deltarefit.pieces import Piece
+from deltarefit.records import Digest
 
 
 class Store(Protocol):
@@ -61,19 +63,89 @@ class Spool(Protocol):
         """Remove all; called once the header is CLEAN."""
 
 
+class Exchange(Protocol):
+    """Small messages among the ranks of one trainer, about a kilobyte per payload or piece; nothing waits in here.
+
+    A key is written by one rank, the last ``put`` counts. Raises ``UnavailableError`` if the medium is gone.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0 <= rank < size. Rank 0 coordinates."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks publish together."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Say ``data`` to all ranks."""
+
+    def get(self, key: str) -> bytes | None:
+        """What was said under ``key``, or None if nothing was yet."""
+
+    def delete(self, key: str) -> None:
+        """Forget a message that every rank has read."""
+
+
 class Source(Protocol):
-    """A trainer's side: canonical tensors by catalog index. Bits stay fixed while a publish reads them."""
+    """A trainer rank's side: the canonical bits that this rank owns, piece by piece.
+
+    Over all ranks of ``exchange``, pieces cover every element of the catalog exactly once; a source of one rank has
+    one piece per tensor. Both stay the same for the life of the source.
+    """
 
     @property
     def catalog(self) -> Catalog:
-        """All canonical tensors, parameters and buffers alike, tied ones once."""
+        """All canonical tensors of the model, parameters and buffers alike, tied ones once. The same on every rank."""
+
+    @property
+    def exchange(self) -> Exchange:
+        """The ranks that publish together."""
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """What this rank owns, sorted."""
 
     def files(self) -> Mapping[str, bytes]:
-        """Small side files an anchor carries so that a seeded directory opens as it is (config, tokenizer)."""
+        """Small side files an anchor carries so that a seeded directory opens as it is (config, tokenizer). Asked of
+        rank 0 only."""
 
-    def read(self, tensor: int, start: int, stop: int) -> AbstractContextManager[Elements]:
-        """Elements [start, stop) of one tensor in canonical order, shape (stop - start,); valid inside the block.
-        Called from several threads."""
+    def hold(self) -> AbstractContextManager[None]:
+        """The time of one publish; entered by every rank before its first ``read``. Checks on entry that the tensors
+        are still those of the catalog (``BaseMismatch`` names the one that is not), runs residual conversions, and
+        raises ``IntegrityError`` at the end if the bits were written to while they were held."""
+
+    def read(self, piece: int, start: int, stop: int) -> AbstractContextManager[Elements]:
+        """Elements [start, stop) of ``pieces[piece]``, in the order of the piece, shape (stop - start,), contiguous;
+        valid inside the block. Called from several threads."""
+
+
+class Baseline(Protocol):
+    """The bits of the head that one producer owns, against which it diffs. Receiver number zero of the run: it moves
+    only along the log (protocol §3.6), so that COMMIT moves policy version and baseline together."""
+
+    @property
+    def part(self) -> Digest:
+        """Digest of all elements that the producer owns, at the version held."""
+
+    def read(self, piece: int, start: int, stop: int) -> AbstractContextManager[Elements]:
+        """Elements [start, stop) of a piece of the source, shape (stop - start,); valid inside the block. Called from
+        several threads."""
+
+    def take(self, piece: int, start: int, values: Elements) -> None:
+        """Elements that are being published whole, from ``start`` on. They count once ``adopt`` says so."""
+
+    def adopt(self, version: int, part: Digest) -> None:
+        """Everything was taken, and is committed as ``version``."""
+
+    def move(self, version: int) -> None:
+        """Hold exactly the bits of ``version``, the head. Raises ``AttemptLostError`` if the head is another."""
+
+    def doubt(self) -> None:
+        """The bits held were proven wrong: prove or rebuild them before the next use."""
+
+    def close(self) -> None:
+        """Let go of threads, memory and files."""
 
 
 class Target(Protocol):

@@ -1,51 +1,44 @@
-"""The trainer's path: compare with the baseline, encode, upload, commit, move the baseline.
+"""The trainer's path: ranks diff their pieces with their baselines, encode, upload; rank 0 commits; baselines move.
 
-Read top to bottom: ``publish`` drives the pure machine of ``protocol.coordinator``; each ``_do_*`` carries out one of
-its
-actions and answers with what came of it. The baseline is receiver number zero and moves by the same code as any other.
+Read top to bottom: ``publish`` opens or joins an attempt, ``driving`` takes this rank's machine through it, ``share``
+makes this rank's part, and the baseline, receiver number zero, follows the log like any other receiver.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from deltarefit.anchors import seal_anchor
-from deltarefit.baseline import MemoryBaseline, NoSpool
-from deltarefit.digest import catalog_keys
-from deltarefit.encoding import SegmentEncoder
-from deltarefit.errors import (
-    AlreadyExistsError,
-    AttemptLostError,
-    DigestMismatch,
-    IntegrityError,
-    NotFoundError,
-    RefitError,
-    StorageFullError,
-    UnavailableError,
-    UsageError,
-)
+from deltarefit.driving import Driver
+from deltarefit.errors import AttemptLostError, IntegrityError, UsageError
 from deltarefit.events import Emit, Event, ignore
-from deltarefit.manifest import Intent, PayloadRef, ProducerManifest
-from deltarefit.pipeline import MOST_PAYLOAD_BYTES, PAYLOAD_BYTES, EncodeSegment, Upload, counted, upload_segments
-from deltarefit.ports import Source, Store, Target
-from deltarefit.protocol import messages as m
-from deltarefit.protocol.coordinator import FINAL, Coordinator, Phase
-from deltarefit.receiver import Receiver
+from deltarefit.manifest import Intent, Outcome, ProducerManifest
+from deltarefit.meeting import meet
+from deltarefit.pieces import whole
+from deltarefit.pipeline import AHEAD_BYTES, MOST_PAYLOAD_BYTES, PAYLOAD_BYTES
+from deltarefit.ports import Baseline, Source, Store, Target
+from deltarefit.protocol import coordinator, producer
+from deltarefit.protocol.messages import new_digest
 from deltarefit.recent import RecentPayloads
-from deltarefit.records import Digest, Record
-from deltarefit.runlog import RunLog, anchor_prefix, attempt_key, check_catalog, payload_prefix
+from deltarefit.shard_baseline import ShardBaseline
+from deltarefit.shards import FileBits, MemoryBits
+from deltarefit.share import Options, Share
+from deltarefit.target_baseline import TargetBaseline
+from deltarefit.trainers import Closing, Opening, Report, Trainers
 
-CREATE_TRIES = 5
+DEADLINE_S = 300.0
 
 
 @dataclass(frozen=True)
 class Published:
-    """What one ``publish`` did. ``changed`` and ``numel`` count elements; bytes are canonical and as stored."""
+    """What one ``publish`` did, over all ranks. ``changed`` and ``numel`` count elements; bytes are canonical and as
+    stored; ``seconds`` are this rank's."""
 
     version: int
     base: int
@@ -64,12 +57,16 @@ class Published:
 
 
 class Publisher:
-    """Publishes versions of one source into one run. Not thread-safe; one publisher per run at a time.
+    """Publishes versions of one source into one run. Not thread-safe; one trainer per run at a time.
 
-    ``baseline`` holds the bits of the head between publishes: in memory by default, or any target (a checkpoint
-    directory) that survives the process. A missing, old or wrong baseline is rebuilt from the store. A second
-    publisher is harmless: whichever commits an attempt first wins and the other gets ``AttemptLostError``.
-    ``prove`` sums up the source's bits beside every delta and commits only if base and changes lead exactly there.
+    Every rank of the trainer makes one, with its own source, and all call ``publish`` together. Making it is such a
+    common act, too: rank 0 proves that the ranks own every element exactly once, before anything is written.
+
+    ``baseline`` holds the bits of the head between publishes, of this rank's pieces: in memory by default, in a file
+    below a directory if a path is given, or (one rank only) any target such as a checkpoint directory. A missing, old
+    or wrong one is rebuilt from the store. A second trainer is harmless: whichever commits an attempt first wins and
+    the other gets ``AttemptLostError``. ``prove`` sums up the source's bits beside every delta and commits only if base
+    and changes lead exactly there. A rank that is silent for ``deadline_s`` seconds ends the attempt for all.
     """
 
     def __init__(
@@ -77,240 +74,189 @@ class Publisher:
         store: Store,
         source: Source,
         *,
-        baseline: Target | None = None,
+        baseline: Target | str | os.PathLike[str] | None = None,
         threads: int | None = None,
         payload_bytes: int = PAYLOAD_BYTES,
+        ahead_bytes: int = AHEAD_BYTES,
         prove: bool = True,
+        deadline_s: float = DEADLINE_S,
         emit: Emit = ignore,
     ) -> None:
-        self.source = source
-        self.log = RunLog.open_or_create(store, source.catalog)
         if not 0 < payload_bytes <= MOST_PAYLOAD_BYTES:
             raise UsageError("payload_bytes", expected=f"1 .. {MOST_PAYLOAD_BYTES}", found=payload_bytes)
-        self._threads = threads or os.cpu_count() or 1
-        self._payload_bytes = payload_bytes
-        self._prove = prove
+        self.source = source
         self._emit = emit
+        self._trainers = Trainers(source.exchange, deadline_s)
+        self.log = meet(store, source, self._trainers)
         self._recent = RecentPayloads(store)
-        self._baseline = baseline if baseline is not None else MemoryBaseline(NoSpool())
-        self._zero = Receiver(
-            self._recent, self._baseline, threads=self._threads, emit=self._say_baseline, switch_run=True
-        )
-        self._keys = catalog_keys(self.log.run, self.log.catalog)
-        self._seconds: dict[str, float] = {}
-        self._wire_bytes = 0
-        self._step = 0
-        self._changed = 0
+        options = Options(threads or os.cpu_count() or 1, payload_bytes, ahead_bytes, prove)
+        self._baseline = self._open_baseline(baseline, options.threads)
+        self._share = Share(self.log, self._recent, source, self._baseline, options, self._tell)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._running: Future[Published] | None = None
 
     def publish(self, step: int = 0) -> Published:
         """Make the source's present bits the next version; returns when it is committed and the baseline holds it.
 
         An unchanged source still makes a version. ``step`` is the trainer's own number, from 0. Raises
-        ``AttemptLostError`` if another publisher came between, ``UnavailableError`` if the store went away (if its
-        message says that the outcome is unknown, the next publish finds out), ``BaseMismatch`` for another model.
-        Nothing of a failed attempt is visible to receivers. Nothing is raised once it is committed: a baseline that
-        could not follow is told as an event, and brought up by the next publish.
+        ``AttemptLostError`` if another publisher came between, ``UnavailableError`` if the store or a rank went away
+        (if its message says that the outcome is unknown, the next publish finds out), ``BaseMismatch`` for another
+        model. Nothing of a failed attempt is visible to receivers. Nothing is raised once it is committed: a baseline
+        that could not follow is told as an event, and brought up by the next publish.
         """
-        self._seconds, self._wire_bytes, self._step = {}, 0, _step_number(step)
-        started = time.perf_counter()
-        check_catalog(self.source.catalog, self.log.catalog)
-        coordinator = self._drive(self._new_coordinator())
-        if coordinator.phase is not Phase.COMMITTED or coordinator.outcome is None or coordinator.manifest is None:
-            raise AttemptLostError(
-                f"attempt {coordinator.number} was not committed: {coordinator.reason}",
-                next_step="Publish again.",
-            )
-        version, anchor = coordinator.number, coordinator.outcome.anchor
-        self._settle("hint", lambda: self.log.put_hint(version, max(anchor, self.log.hint().anchor)))
-        self._settle("baseline", lambda: self._move_baseline(version))
-        self._seconds["total"] = time.perf_counter() - started
-        return self._report(coordinator.manifest, coordinator.outcome.digest, anchor)
+        self._finish()
+        return self._publish(_step_number(step), lambda: None)
+
+    def start(self, step: int = 0) -> Future[Published]:
+        """Like ``publish``, but returns as soon as every bit of this rank is read: the optimizer may step again while
+        payloads leave and the attempt is decided. The result, or what ``publish`` would raise, comes from the future;
+        the next ``publish`` or ``start`` waits for it first. Payloads beyond ``ahead_bytes`` hold it back until the
+        store has taken them.
+        """
+        number = _step_number(step)
+        self._finish()
+        taken = threading.Event()
+        self._running = self._worker.submit(self._publish, number, taken.set)
+        self._running.add_done_callback(lambda _: taken.set())
+        taken.wait()
+        return self._running
 
     def close(self) -> None:
-        """Let go of threads."""
-        self._zero.close()
+        """Finish what was started; let go of threads, memory and files."""
+        self._finish()
+        self._worker.shutdown()
+        self._baseline.close()
 
-    # ------------------------------------------------------------------------------------ driving
+    # ------------------------------------------------------------------------------------ one publish
 
-    def _new_coordinator(self) -> Coordinator:
-        head = self.log.head()
-        fresh = Coordinator(self.log.run, nonce=secrets.token_hex(16))
-        if head is None or head.outcome is None:
-            return fresh
-        return Coordinator(
-            self.log.run, fresh.nonce, number=head.number + 1, base=head.number, digest=head.outcome.digest
-        )
+    def _finish(self) -> None:
+        """Wait for a publish that was started. Its error belongs to whoever holds the future."""
+        if self._running is not None:
+            self._running.exception()
+            self._running = None
 
-    def _drive(self, coordinator: Coordinator) -> Coordinator:
-        coordinator, actions = coordinator.start()
-        queue: deque[m.Action] = deque(actions)
-        error: Exception | None = None
-        while queue:
-            action = queue.popleft()
-            try:
-                event = self._do(action)
-            except Exception as failure:
-                if coordinator.phase is Phase.COMMITTING:
-                    raise _unknown(coordinator.number, failure) from failure
-                if error is not None:
-                    raise error from failure  # closing the attempt failed too: the next publish does it
-                if not isinstance(action, m.Encode):
-                    raise
-                error, event = failure, m.EncodeFailed(f"{type(failure).__name__}: {failure}"[:1000])
-            coordinator, actions = coordinator.on(event)
-            queue.extend(actions)
-        if coordinator.phase not in FINAL:
-            raise IntegrityError(f"the coordinator stopped in phase {coordinator.phase.value}")
-        if error is not None:
-            raise error
-        return coordinator
+    def _publish(self, step: int, taken: Callable[[], None]) -> Published:
+        started = time.perf_counter()
+        self._trainers.next_turn()
+        driver = Driver(self.log, self._trainers, self._share, step, taken)
+        take_part = self._join if self._trainers.rank else self._coordinate
+        commit, closing = take_part(driver, step)
+        own = driver.reports[0].manifest
+        self._settle("baseline", lambda: self._move_baseline(own))
+        seconds = {**self._share.seconds, "total": time.perf_counter() - started}
+        return self._published(own, commit, closing, seconds)
 
-    def _do(self, action: m.Action) -> m.Event:
-        if isinstance(action, m.ReadAttempt):
-            return m.AttemptRead(self.log.attempt(action.number))
-        if isinstance(action, m.CreateIntent):
-            return self._create(action.intent.attempt, "intent", action.intent)
-        if isinstance(action, m.CreateManifest):
-            return self._create(action.manifest.attempt, "p/0", action.manifest)
-        if isinstance(action, m.CreateOutcome):
-            return self._create(action.outcome.attempt, "outcome", action.outcome)
-        if isinstance(action, m.Encode):
-            return self._encode(action.intent)
-        raise IntegrityError(f"the coordinator asked for {type(action).__name__}")
-
-    def _create(self, number: int, name: str, record: Record) -> m.Event:
-        data = record.to_bytes()
-        self._wire_bytes += len(data)
-        last: UnavailableError | None = None
-        for attempt in range(CREATE_TRIES):
-            try:
-                self.log.store.create(attempt_key(number, name), data)
-            except AlreadyExistsError:
-                return self._taken(number, name)
-            except StorageFullError:
-                raise
-            except UnavailableError as error:
-                if found := self._readable(number, name):
-                    return found
-                last = error
-                time.sleep(0.1 * 2**attempt)
-            else:
-                return m.Created()
-        raise UnavailableError(
-            f"the store did not take {name} of attempt {number} in {CREATE_TRIES} tries",
-            found=last,
-            next_step="Publish again.",
-        ) from last
-
-    def _taken(self, number: int, name: str) -> m.Event:
-        """NotCreated, once what stands there can be read: a machine that reads nothing would ask again for ever."""
+    def _coordinate(self, driver: Driver, step: int) -> tuple[Outcome, Closing]:
+        """Rank 0: open, gather, decide; the others hear in any case that it is over."""
+        machine, closing = self._new_coordinator(), Closing(False, 0, 0)
         try:
-            self.log.fetch(attempt_key(number, name), len)
-        except NotFoundError as error:
-            raise UnavailableError(
-                f"the store says that {name} of attempt {number} exists, and does not find it"
-            ) from error
-        return m.NotCreated()
-
-    def _readable(self, number: int, name: str) -> m.Event | None:
-        """After an ambiguous create: NotCreated if something stands there now (the machine compares nonces)."""
-        try:
-            return m.NotCreated() if self.log.store.size(attempt_key(number, name)) else None
-        except RefitError:
-            return None
-
-    # ------------------------------------------------------------------------------------ encoding
-
-    def _encode(self, intent: Intent) -> m.Event:
-        if intent.base == 0:
-            return self._encode_anchor(intent)
-        self._timed("prepare", lambda: self._move_baseline(intent.base))
-        encoder = SegmentEncoder(self.source, self._baseline, self._keys, self._prove)
-        refs = self._upload(encoder.delta, payload_prefix(intent.attempt))
-        manifest = ProducerManifest(self.log.run, intent.attempt, intent.base, 0, self._step, refs)
-        digest = intent.base_digest + manifest.shift
-        try:
-            encoder.check(digest)
-        except DigestMismatch:
-            self._zero.restart()
+            machine = driver.run(machine)
+            reports = driver.reports
+            closing = Closing(
+                _disagree(machine.intent, reports),
+                sum(report.changed for report in reports),
+                driver.wire_bytes + sum(report.wire_bytes for report in reports),
+            )
+        except Exception as error:
+            if not driver.reports:
+                self._trainers.open(Opening(step, (), str(error)[:4000]))
             raise
-        self._changed = encoder.changed
-        return m.Encoded(manifest, digest, self._newest_anchor())
+        finally:
+            self._trainers.close(closing)
+        if closing.doubt:
+            self._baseline.doubt()
+        if machine.phase is not coordinator.Phase.COMMITTED or machine.outcome is None:
+            raise _lost(machine.number, machine.reason)
+        number, anchor = machine.number, machine.outcome.anchor
+        self._settle("hint", lambda: self.log.put_hint(number, max(anchor, self.log.hint().anchor)))
+        return machine.outcome, closing
 
-    def _encode_anchor(self, intent: Intent) -> m.Event:
-        """The first version has nothing to apply to: it is an anchor, with a manifest that lists no payload."""
-        encoder = SegmentEncoder(self.source, self._baseline, self._keys, prove=False)
-        refs = self._upload(encoder.whole, anchor_prefix(intent.attempt) + "pl/")
-        digest = sum((ref.post for ref in refs), Digest())
-        anchor = seal_anchor(self.log, intent.attempt, digest, refs, self.source.files())
-        self._wire_bytes += len(anchor.to_bytes()) + sum(file.size for file in anchor.files)
-        self._changed = self.log.catalog.numel
-        manifest = ProducerManifest(self.log.run, intent.attempt, 0, 0, self._step, ())
-        return m.Encoded(manifest, digest, intent.attempt)
+    def _join(self, driver: Driver, step: int) -> tuple[Outcome, Closing]:
+        """Other ranks: take part in the attempt that rank 0 opened."""
+        intent = self._trainers.opened(step)
+        machine = driver.run(producer.Producer(intent, self._trainers.rank, secrets.token_hex(16)))
+        own, closing = driver.reports[0], self._trainers.closed()
+        if closing is not None and closing.doubt:
+            self._baseline.doubt()
+        if machine.phase is not producer.Phase.COMMITTED or machine.outcome is None:
+            raise _lost(intent.attempt, machine.reason)
+        return machine.outcome, closing or Closing(False, own.changed, own.wire_bytes)
 
-    def _upload(self, encode: EncodeSegment, prefix: str) -> tuple[PayloadRef, ...]:
-        taken = counted(self.log.catalog, "encode", 0, self._emit)
-        upload = Upload(self._recent, prefix, self._payload_bytes)
-        refs: list[PayloadRef] = []
-        self._timed("encode", lambda: refs.extend(upload_segments(taken, encode, upload, self._threads)))
-        self._wire_bytes += sum(ref.size for ref in refs)
-        self._check_stored(prefix, refs)
-        return tuple(refs)
-
-    def _check_stored(self, prefix: str, refs: list[PayloadRef]) -> None:
-        """Rule (4) of protocol §3.5: every payload is in the store at its full length before COMMIT."""
-        for ref in refs:
-            if (found := self.log.store.size(prefix + ref.sha256)) != ref.size:
-                raise IntegrityError("a payload was stored short", expected=ref.size, found=found)
+    def _new_coordinator(self) -> coordinator.Coordinator:
+        head, nonce, size = self.log.head(), secrets.token_hex(16), self._trainers.size
+        if head is None or head.outcome is None:
+            return coordinator.Coordinator(self.log.run, nonce, size)
+        digest = head.outcome.digest
+        return coordinator.Coordinator(
+            self.log.run, nonce, size, number=head.number + 1, base=head.number, digest=digest
+        )
 
     # ------------------------------------------------------------------------------------ baseline
 
-    def _move_baseline(self, version: int) -> None:
-        """Bring receiver number zero to ``version``, which is the head."""
-        found = self._zero.follow(once=True)
-        if found != version:
-            raise AttemptLostError("another publisher moved the head", expected=version, found=found)
+    def _open_baseline(self, given: Target | str | os.PathLike[str] | None, threads: int) -> Baseline:
+        if given is None or isinstance(given, str | os.PathLike):
+            rank, size = self._trainers.rank, self._trainers.size
+            bits = MemoryBits() if given is None else FileBits(Path(given), f"rank-{rank}-of-{size}")
+            return ShardBaseline(self.log, self.source.pieces, bits, self._recent, self._tell)
+        expected = [whole(number, entry.numel) for number, entry in enumerate(self.log.catalog.tensors)]
+        if self._trainers.size > 1 or list(self.source.pieces) != expected:
+            raise UsageError(
+                "a target cannot be the baseline of a source that owns parts of tensors",
+                next_step="Give a directory, or no baseline at all to keep it in memory.",
+            )
+        return TargetBaseline(self._recent, given, threads, self._tell)
+
+    def _move_baseline(self, own: ProducerManifest) -> None:
+        if own.base == 0:
+            self._baseline.adopt(own.attempt, own.part)
+        else:
+            self._baseline.move(own.attempt)
         self._recent.forget()
 
     def _settle(self, phase: str, work: Callable[[], None]) -> None:
         """After COMMIT: an error would say that nothing was committed, and the next publish makes good what failed."""
         try:
-            self._timed(phase, work)
+            self._share.timed(phase, work)
         except Exception as error:  # noqa: BLE001 - whatever it is, the version is committed
             self._emit(Event("behind", phase, text=str(error) or type(error).__name__))
 
-    def _newest_anchor(self) -> int:
-        found = self.log.newest_anchor()
-        return found[0].version if found else 0
-
-    def _say_baseline(self, event: Event) -> None:
-        if event.type == "progress":
-            self._emit(event)
-        else:
-            self._emit(replace(event, type="baseline", phase=event.phase or event.type))
-
     # ------------------------------------------------------------------------------------ reporting
 
-    def _timed(self, phase: str, work: Callable[[], None]) -> None:
-        started = time.perf_counter()
-        work()
-        self._seconds[phase] = time.perf_counter() - started
-        self._emit(Event("phase", phase, seconds=self._seconds[phase]))
+    def _tell(self, event: Event) -> None:
+        self._trainers.beat()
+        self._emit(event)
 
-    def _report(self, manifest: ProducerManifest, digest: Digest, anchor: int) -> Published:
+    def _published(
+        self, own: ProducerManifest, commit: Outcome, closing: Closing, seconds: dict[str, float]
+    ) -> Published:
         catalog = self.log.catalog
         return Published(
-            version=manifest.attempt,
-            base=manifest.base,
-            step=manifest.step,
-            changed=self._changed,
+            version=commit.attempt,
+            base=commit.base,
+            step=own.step,
+            changed=closing.changed,
             numel=catalog.numel,
             dense_bytes=catalog.dense_bytes,
-            wire_bytes=self._wire_bytes,
-            digest=str(digest),
-            anchor=anchor,
-            seconds=dict(self._seconds),
+            wire_bytes=closing.wire_bytes,
+            digest=str(commit.digest),
+            anchor=commit.anchor,
+            seconds=seconds,
         )
+
+
+def _disagree(intent: Intent | None, reports: list[Report]) -> bool:
+    """All ranks made their shares, and these do not add up: at least one baseline is wrong."""
+    if intent is None or len(reports) != intent.producers:
+        return False
+    try:
+        new_digest(intent, tuple(report.manifest for report in reports))
+    except IntegrityError:
+        return True
+    return False
+
+
+def _lost(number: int, reason: str) -> AttemptLostError:
+    return AttemptLostError(f"attempt {number} was not committed: {reason}", next_step="Publish again.")
 
 
 def _step_number(step: int) -> int:
@@ -318,10 +264,3 @@ def _step_number(step: int) -> int:
     if isinstance(step, str) or (number := int(step)) != step or not 0 <= number < 1 << 64:
         raise UsageError("bad step", expected="an integer, 0 .. 2^64 - 1", found=repr(step)[:80])
     return number
-
-
-def _unknown(number: int, failure: Exception) -> UnavailableError:
-    return UnavailableError(
-        f"the outcome of attempt {number} is unknown: {failure}",
-        next_step="Publish again: the next publish finds out what became of it.",
-    )

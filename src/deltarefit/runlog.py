@@ -44,6 +44,8 @@ class RunLog:
         self.store = store
         self.run = run.run
         self.catalog = catalog
+        self._manifests_of = 0
+        self._manifests: list[ProducerManifest] = []
 
     @classmethod
     def open(cls, store: Store) -> RunLog:
@@ -74,6 +76,10 @@ class RunLog:
             store.create(RUN, Run(secrets.token_hex(16), catalog.identity).to_bytes())
         return cls.open(store)
 
+    def over(self, store: Store) -> RunLog:
+        """The same run, read through another store (a cache)."""
+        return RunLog(store, Run(self.run, self.catalog.identity), self.catalog)
+
     def read(self, kind: type[R], key: str) -> R | None:
         """The record at ``key``, or None if there is none."""
         try:
@@ -97,7 +103,7 @@ class RunLog:
             return check(_visible(self.store, key))
 
     def attempt(self, number: int) -> Attempt:
-        """All records of one attempt. Read in the order intent, outcome, manifest: each implies the ones before it
+        """All records of one attempt. Read in the order intent, outcome, manifests: each implies the ones before it
         in time, so a COMMIT without its manifest is only ever late visibility, which is waited for."""
         deadline = time.monotonic() + LATE_VISIBILITY_S
         while True:
@@ -113,13 +119,33 @@ class RunLog:
         if intent is None:
             return Attempt(number)
         outcome = self.read(Outcome, attempt_key(number, "outcome"))
-        manifest = self.read(ProducerManifest, attempt_key(number, "p/0"))
-        for record in (intent, outcome, manifest):
+        manifests = self._manifests_now(number, intent.producers)
+        for record in (intent, outcome, *manifests):
             if record is not None and record.attempt != number:
                 raise FormatError(f"a record of attempt {record.attempt} stands in the place of {number}")
-        attempt = Attempt(number, intent, manifest, outcome)
-        check_attempt(attempt)
+        attempt = Attempt(number, intent, manifests, outcome)
+        try:
+            check_attempt(attempt)
+        except IntegrityError:
+            self._manifests.clear()
+            raise
         return attempt
+
+    def _manifests_now(self, number: int, producers: int) -> tuple[ProducerManifest, ...]:
+        """The manifests that are there. Those of the attempt that is read again and again are kept: nothing changes
+        them, and a COMMIT proves them by their hashes."""
+        if self._manifests_of != number:
+            self._manifests_of, self._manifests = number, []
+        while len(self._manifests) < producers:
+            manifest = self.manifest(number, len(self._manifests))
+            if manifest is None:
+                break
+            self._manifests.append(manifest)
+        return tuple(self._manifests)
+
+    def manifest(self, number: int, producer: int) -> ProducerManifest | None:
+        """What producer ``producer`` sealed in an attempt, if it did."""
+        return self.read(ProducerManifest, attempt_key(number, f"p/{producer}"))
 
     def hint(self) -> Hint:
         """Where to start looking. Wrong or missing hints only cost time."""

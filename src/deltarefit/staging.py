@@ -34,7 +34,7 @@ class Staging:
 
     def stage(self, attempt: Attempt) -> tuple[Sums, ...]:
         """All payloads into the spool; per payload the sums of the live bits now and as they will be."""
-        refs = payloads_of(attempt)
+        refs = attempt.payloads
         total, sums = sum(ref.size for ref in refs), []
         for number, ref in enumerate(refs, 1):
             sums.append(self._stage_one(attempt.number, ref))
@@ -55,16 +55,16 @@ class Staging:
 
     def live(self, attempt: Attempt) -> tuple[Digest, ...]:
         """Per payload the sums of the live bits at its positions."""
-        return tuple(self._weights.sums(self._deltas(attempt.number, ref)) for ref in payloads_of(attempt))
+        return tuple(self._weights.sums(self._deltas(attempt.number, ref)) for ref in attempt.payloads)
 
     def can_write(self, attempt: Attempt, ops: Sequence[Op]) -> bool:
         """Whether the spool has the absolute values of every payload that must be set."""
-        pairs = zip(payloads_of(attempt), ops, strict=True)
+        pairs = zip(attempt.payloads, ops, strict=True)
         return all(op is not Op.SET or self._values(attempt.number, ref) is not None for ref, op in pairs)
 
     def write(self, attempt: Attempt, ops: Sequence[Op]) -> None:
         """Apply, skip or set each payload; all of it is durable on return."""
-        for ref, op in zip(payloads_of(attempt), ops, strict=True):
+        for ref, op in zip(attempt.payloads, ops, strict=True):
             if op is Op.APPLY:
                 self._weights.apply(self._deltas(attempt.number, ref))
             elif op is Op.SET:
@@ -119,8 +119,3 @@ class Staging:
 
     def _say(self, type_: str, attempt: int, text: str) -> None:
         self._emit(Event(type_, version=attempt, text=text))
-
-
-def payloads_of(attempt: Attempt) -> tuple[PayloadRef, ...]:
-    """The payloads of an attempt's manifest; none before it is sealed."""
-    return attempt.manifest.payloads if attempt.manifest else ()

@@ -1,13 +1,12 @@
 """Payload operations on a target: sum, preview, apply, set, digest; many deltas at once on a pool of threads.
 
 What may be done when is the protocol's business; this room only does it. Nothing is written by ``sums``, ``preview``
-and
-``digest``. Kernel calls check their whole delta before their first write.
+and ``digest``. Kernel calls check their whole delta before their first write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
@@ -26,15 +25,23 @@ T = TypeVar("T")
 SEGMENT_BYTES = 8 << 20
 """Canonical bytes handled at a time: bounds memory, and gives threads something to share."""
 
+_Write = tuple[Delta, memoryview | None]
+"""A delta to carry out, or the values to set its positions to."""
 Segment = tuple[int, int, int]
+"""(index, start, stop): elements [start, stop) of one tensor of a catalog, or of one piece of a source."""
 
 
 def segments(catalog: Catalog) -> Iterator[Segment]:
     """(tensor, start, stop) pieces of at most ``SEGMENT_BYTES`` that cover the catalog in order, once."""
-    for tensor, entry in enumerate(catalog.tensors):
-        step = SEGMENT_BYTES // entry.width
-        for start in range(0, entry.numel, step):
-            yield tensor, start, min(start + step, entry.numel)
+    return cut((entry.numel, entry.width) for entry in catalog.tensors)
+
+
+def cut(extents: Iterable[tuple[int, int]]) -> Iterator[Segment]:
+    """(index, start, stop) of at most ``SEGMENT_BYTES`` that cover arrays of (elements, width) in order, once."""
+    for number, (numel, width) in enumerate(extents):
+        step = SEGMENT_BYTES // width
+        for start in range(0, numel, step):
+            yield number, start, min(start + step, numel)
 
 
 class Weights:
@@ -59,7 +66,7 @@ class Weights:
 
     def apply(self, deltas: Sequence[Delta]) -> None:
         """Carry out each delta's operation, once per position."""
-        self._each(self._apply, deltas)
+        self._each(self._write, _apart([(delta, None) for delta in deltas]))
 
     def set(self, deltas: Sequence[Delta], values: bytes) -> None:
         """Set all positions to ``values`` as ``preview`` gave them: the absolute form of the same deltas."""
@@ -68,8 +75,8 @@ class Weights:
             raise IntegrityError("absolute values have the wrong length", expected=expected, found=len(values))
         ends = np.cumsum([delta.count * delta.width for delta in deltas]).tolist()
         view = memoryview(values)
-        pieces = [(d, view[end - d.count * d.width : end]) for d, end in zip(deltas, ends, strict=True)]
-        self._each(self._set, pieces)
+        writes: list[_Write] = [(d, view[end - d.count * d.width : end]) for d, end in zip(deltas, ends, strict=True)]
+        self._each(self._write, _apart(writes))
 
     def digest(self) -> Digest:
         """Digest of all live bits."""
@@ -87,29 +94,43 @@ class Weights:
             wait([future for future in futures if not future.cancel()])
 
     def _sum(self, delta: Delta) -> Digest:
-        with self.target.window(delta.tensor, delta.start, delta.stop) as (array, first):
+        with self.target.window(delta.tensor, delta.low, delta.high) as (array, first):
             return Digest(*_kernel.sums(delta.record, delta.slices, array, self._keys[delta.tensor], first))
 
     def _preview(self, delta: Delta) -> tuple[Digest, Digest, bytes]:
-        with self.target.window(delta.tensor, delta.start, delta.stop) as (array, first):
+        with self.target.window(delta.tensor, delta.low, delta.high) as (array, first):
             key = self._keys[delta.tensor]
             pre, post, values = _kernel.preview(delta.record, delta.slices, array, key, first)
         return Digest(*pre), Digest(*post), values.tobytes()
 
-    def _apply(self, delta: Delta) -> None:
-        with self.target.window(delta.tensor, delta.start, delta.stop) as (array, first):
-            _kernel.apply(delta.record, delta.slices, array, first)
-
-    def _set(self, item: tuple[Delta, memoryview]) -> None:
-        delta, piece = item
-        values = np.frombuffer(piece, f"<u{delta.width}")
-        with self.target.window(delta.tensor, delta.start, delta.stop) as (array, first):
-            _kernel.apply_values(delta.record, delta.slices, array, values, first)
+    def _write(self, writes: Sequence[_Write]) -> None:
+        for delta, values in writes:
+            with self.target.window(delta.tensor, delta.low, delta.high) as (array, first):
+                if values is None:
+                    _kernel.apply(delta.record, delta.slices, array, first)
+                else:
+                    news = np.frombuffer(values, f"<u{delta.width}")
+                    _kernel.apply_values(delta.record, delta.slices, array, news, first)
 
     def _segment_digest(self, segment: Segment) -> Digest:
         tensor, start, stop = segment
         with self.target.window(tensor, start, stop) as (array, first):
             return array_digest(flat(array, first, stop - start), start, self._keys[tensor])
+
+
+def _apart(writes: Sequence[_Write]) -> list[list[_Write]]:
+    """Groups whose windows share no element. Windows of interleaved pieces do, though no element is listed twice, and a
+    target may give a copy that is written back whole: they go one after the other."""
+    groups: list[list[_Write]] = []
+    end = (-1, 0)
+    for write in sorted(writes, key=lambda write: (write[0].tensor, write[0].low)):
+        delta = write[0]
+        if (delta.tensor, delta.low) < end:
+            groups[-1].append(write)
+        else:
+            groups.append([write])
+        end = max(end, (delta.tensor, delta.high))
+    return groups
 
 
 def flat(array: Elements, first: int, length: int) -> Elements:

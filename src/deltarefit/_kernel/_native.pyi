@@ -6,11 +6,13 @@ the GIL. Nothing is written before everything about the call has been checked; `
 (``TypeError`` for objects that are no buffers at all, ``MemoryError`` when memory runs out). Slices and arrays must
 stay as they are during a call; where another thread changes them all the same, results are wrong but memory is safe.
 
-A *record* is the tuple (start, length, count, code, runs, gap_chain, run_chain, value_chain, escapes): columns 1-9
-of a payload's table. *Slices* are that delta's pieces, in this order: gap planes, run planes, then value planes, or
-two-bit codes and escape planes; each plane list is low planes first, chain last; pieces that do not apply are left
-out (``pieces`` names them). ``first`` is the row-major index in ``array`` of the delta's position 0; positions of the
-delta then lie in [first, first + length). Digest positions are record start + position.
+A *record* is the tuple (start, length, count, code, runs, gap_chain, run_chain, value_chain, escapes, offset, run,
+step, pitch): columns 1-13 of a payload's table. Its last four, *rows*, say how the piece's own elements, which
+``start`` and ``length`` count, lie in the tensor; all zero: one behind the other, and ``start`` is a position in the
+tensor. *Slices* are that delta's arrays, in this order: gap planes, run planes, then value planes, or two-bit codes
+and escape planes; each plane list is low planes first, chain last; arrays that do not apply are left out (``pieces``
+names them). ``first`` is the row-major index in ``array`` of the first position that the delta covers; with ``low``
+that position in the tensor, position g lies at index first + (g - low).
 """
 
 from collections.abc import Sequence
@@ -20,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.unsignedinteger[Any]]
-Record = tuple[int, int, int, int, int, int, int, int, int]
+Record = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int]
+Rows = tuple[int, int, int, int]
 Lanes = tuple[int, int]
 Slices = Sequence[bytes | memoryview | npt.NDArray[np.uint8]]
 
@@ -48,8 +51,10 @@ def encode(
     gap_planes: int = -1,
     operation: int = -1,
     packing: int = -1,
+    rows: Rows = (0, 0, 0, 0),
 ) -> tuple[Record, list[tuple[str, bytes]], Lanes, Lanes] | None:
-    """The delta of two arrays of one shape whose element 0 is position ``start`` of a tensor with digest key ``key``.
+    """The delta of two arrays of one shape whose element 0 is element ``start`` of the piece that ``rows`` enumerates, of
+    a tensor with digest key ``key``.
 
     Returns (record, [(stream name, bytes)] in slice order, pre sums, post sums), or None if nothing changed. The
     choices left at -1 are taken by estimated compressed size, the same on every CPU. SET is only used when asked for;
@@ -64,7 +69,7 @@ def validate(record: Record, slices: Slices) -> None:
     """Every check of format §4.6 on one delta. The functions below run it too before they touch anything."""
 
 def decode(record: Record, slices: Slices) -> tuple[npt.NDArray[np.uint64], Array]:
-    """(positions from the delta's start, values: XOR mask, modular difference or new value)."""
+    """(positions in the tensor less the first one covered, values: XOR mask, modular difference or new value)."""
 
 def apply(record: Record, slices: Slices, array: Array, first: int = 0) -> None:
     """Write the delta's operation into ``array``, once per listed position."""
@@ -81,5 +86,5 @@ def sums(record: Record, slices: Slices, array: Array, key: int, first: int = 0)
 def preview(record: Record, slices: Slices, array: Array, key: int, first: int = 0) -> tuple[Lanes, Lanes, Array]:
     """(sums now, sums as they will be after ``apply``, values as they will be), without writing."""
 
-def digest(array: Array, start: int, key: int) -> Lanes:
-    """Digest sums of a whole array whose element 0 is position ``start``."""
+def digest(array: Array, start: int, key: int, rows: Rows = (0, 0, 0, 0)) -> Lanes:
+    """Digest sums of a whole array whose element 0 is element ``start`` of the piece that ``rows`` enumerates."""

@@ -49,7 +49,7 @@ template <class W>
 inline Status apply_as(const Job& job) {
   Elements<W> elements(job);
   const u32 operation = Code::unpack(job.record->code).operation;
-  return for_each_block<W>(*job.record, *job.pieces, [&](const Block<W>& block) {
+  return for_each_placed<W>(*job.record, *job.pieces, [&](const Block<W>& block) {
     const W* values = block.values;
     if (operation == kXor)
       elements.visit(block, [&](u32 i, u8* at) { store<W>(at, W(load<W>(at) ^ values[i])); });
@@ -65,7 +65,7 @@ inline Status apply_values_as(const Job& job, const View& values) {
   Elements<W> elements(job);
   Reader<W> reader(values);
   u8 copy[kBlock * sizeof(W)];
-  return for_each_block<W>(*job.record, *job.pieces, [&](const Block<W>& block) {
+  return for_each_placed<W>(*job.record, *job.pieces, [&](const Block<W>& block) {
     const u8* from = reader.next(block.n, copy);
     elements.visit(block, [&](u32 i, u8* at) { store<W>(at, load<W>(from + i * sizeof(W))); });
   });
@@ -74,7 +74,7 @@ inline Status apply_values_as(const Job& job, const View& values) {
 template <class W>
 inline Status gather_as(const Job& job, u8* out) {
   Elements<W> elements(job);
-  return for_each_block<W>(*job.record, *job.pieces, [&](const Block<W>& block) {
+  return for_each_placed<W>(*job.record, *job.pieces, [&](const Block<W>& block) {
     u8* to = out + block.index * sizeof(W);
     elements.visit(block, [&](u32 i, u8* at) { store<W>(to + i * sizeof(W), load<W>(at)); });
   });
@@ -83,35 +83,37 @@ inline Status gather_as(const Job& job, u8* out) {
 template <class W>
 inline Status sums_as(const Job& job, u64 key, Lanes& out) {
   Elements<W> elements(job);
+  const u64 low = job.record->low();
   W live[kBlock];
-  return for_each_block<W>(*job.record, *job.pieces, [&](const Block<W>& block) {
+  return for_each_placed<W>(*job.record, *job.pieces, [&](const Block<W>& block) {
     elements.visit(block, [&](u32 i, u8* at) { live[i] = load<W>(at); });
-    out = out + digest_sparse(block.offsets, job.record->start + block.base, live, block.n, key);
+    out = out + digest_sparse(block.offsets, low + block.base, live, block.n, key);
   });
 }
 
 template <class W>
 inline Status preview_as(const Job& job, u64 key, Lanes& before, Lanes& after, u8* out) {
   Elements<W> elements(job);
+  const u64 low = job.record->low();
   const u32 operation = Code::unpack(job.record->code).operation;
   W live[kBlock], next[kBlock];
-  return for_each_block<W>(*job.record, *job.pieces, [&](const Block<W>& block) {
+  return for_each_placed<W>(*job.record, *job.pieces, [&](const Block<W>& block) {
     elements.visit(block, [&](u32 i, u8* at) { live[i] = load<W>(at); });
     for (u32 i = 0; i < block.n; ++i) next[i] = updated(operation, live[i], block.values[i]);
-    digest_pair(block.offsets, job.record->start + block.base, live, next, block.n, key, before, after, [] {});
+    digest_pair(block.offsets, low + block.base, live, next, block.n, key, before, after, [] {});
     __builtin_memcpy(out + block.index * sizeof(W), next, block.n * sizeof(W));
   });
 }
 
 template <class W>
-inline Lanes digest_as(const View& array, u64 start, u64 key) {
-  if (array.contiguous()) return digest_dense<W>(array.data, start, array.numel, key);
+inline Lanes digest_as(const View& array, const Place& place) {
+  if (array.contiguous()) return digest_all<W>(array.data, array.numel, place.start, place);
   Reader<W> reader(array);
   u8 copy[kChunk * sizeof(W)];
   Lanes sum;
   for (u64 at = 0; at < array.numel; at += kChunk) {
     const u64 n = array.numel - at < kChunk ? array.numel - at : kChunk;
-    sum = sum + digest_dense<W>(reader.next(n, copy), start + at, n, key);
+    sum = sum + digest_all<W>(reader.next(n, copy), n, place.start + at, place);
   }
   return sum;
 }

@@ -38,17 +38,22 @@ class DigestSum {
   const Factor mix_{kMix}, mix0_{kMix0}, mix1_{kMix1};
 };
 
+// n elements `step` positions apart, the first at position `start`.
+template <class W>
+inline void add_progression(DigestSum& sum, const u8* values, u64 start, u64 step, u64 n, u64 key) {
+  const u64 first = key + (start + 1) * kGolden, one = step * kGolden;
+  V64 s = V64::all(first) + V64::iota() * Factor(one);
+  const V64 all = V64::all(one * V64::kLanes);
+  u64 i = 0;
+  for (; i + V64::kLanes <= n; i += V64::kLanes, s = s + all) sum.add(s, V64::widened<W>(values + i * sizeof(W)));
+  for (; i < n; ++i) sum.add_one(first + i * one, load<W>(values + i * sizeof(W)));
+}
+
 // n elements that lie one behind the other, the first at position `start`.
 template <class W>
 inline Lanes digest_dense(const u8* values, u64 start, u64 n, u64 key) {
   DigestSum sum;
-  const u64 first = key + (start + 1) * kGolden;
-  V64 s = V64::all(first) + V64::iota() * Factor(kGolden);
-  const V64 step = V64::all(kGolden * V64::kLanes);
-  u64 i = 0;
-  for (; i + V64::kLanes <= n; i += V64::kLanes, s = s + step)
-    sum.add(s, V64::widened<W>(values + i * sizeof(W)));
-  for (; i < n; ++i) sum.add_one(first + i * kGolden, load<W>(values + i * sizeof(W)));
+  add_progression<W>(sum, values, start, 1, n, key);
   return sum.total();
 }
 
@@ -67,6 +72,37 @@ inline void for_positions(const P* offsets, u64 start, u64 n, u64 key, Use use, 
 template <class W>
 inline V64 widened(const W* values) {
   return V64::widened<W>(reinterpret_cast<const u8*>(values));
+}
+
+// n elements of a piece, the first its element `start`. Long rows go one by one, short ones many together.
+template <class W>
+inline Lanes digest_rows(const u8* values, u64 n, u64 start, const Place& place) {
+  constexpr u64 kLongRow = 64, kTogether = 512;
+  RowWalker walker(place.rows);
+  DigestSum sum;
+  u64 positions[kTogether];
+  for (u64 done = 0; done < n;) {
+    const u64 position = walker.at(start + done);
+    const u64 wanted = walker.run() < kLongRow ? kTogether : walker.left(start + done);
+    const u64 m = wanted < n - done ? wanted : n - done;
+    const u8* from = values + done * sizeof(W);
+    if (walker.run() < kLongRow) {
+      for (u64 i = 0; i < m; ++i) positions[i] = walker.at(start + done + i);
+      for_positions(
+          positions, 0, m, place.key, [&](u64 i, V64 s) { sum.add(s, V64::widened<W>(from + i * sizeof(W))); },
+          [&](u64 i, u64 s) { sum.add_one(s, load<W>(from + i * sizeof(W))); });
+    } else {
+      add_progression<W>(sum, from, position, walker.step(), m, place.key);
+    }
+    done += m;
+  }
+  return sum.total();
+}
+
+// n elements from the piece's element `start` on.
+template <class W>
+inline Lanes digest_all(const u8* values, u64 n, u64 start, const Place& place) {
+  return place.rows.flat() ? digest_dense<W>(values, start, n, place.key) : digest_rows<W>(values, n, start, place);
 }
 
 template <class W, class P>

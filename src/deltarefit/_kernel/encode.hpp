@@ -12,13 +12,25 @@ struct Changes {
   const W* news = nullptr;
 };
 
-// Scan a pair of views; `key` adds up the digest sums of both sides when `sums` is not null.
+// Adds the digests of both sides of a chunk's changes to `sums`; its element 0 is the piece's element `at`.
+template <class W>
+inline void sum_changes(const Place& place, RowWalker& walker, u64 at, const u32* offsets, const W* olds, const W* news,
+                        u32 n, Lanes* sums, Ahead ahead) {
+  const auto meanwhile = [&] { ahead.ask(); };
+  if (place.rows.flat()) return digest_pair(offsets, at, olds, news, n, place.key, sums[0], sums[1], meanwhile);
+  u64 positions[kChunk];
+  walker.place(offsets, at, n, 0, positions);
+  digest_pair(positions, 0, olds, news, n, place.key, sums[0], sums[1], meanwhile);
+}
+
+// Scan a pair of views; adds up the digest sums of both sides when `sums` is not null.
 template <class W, class G>
-inline Status scan(const View& older, const View& newer, u64 start, u64 key, Lanes* sums, Scratch& scratch,
+inline Status scan(const View& older, const View& newer, const Place& place, Lanes* sums, Scratch& scratch,
                    Changes<W, G>& out) {
   alignas(64) u8 old_copy[kChunk * sizeof(W)], new_copy[kChunk * sizeof(W)];
   u32 offsets[kChunk + kSlack];
   Reader<W> old_reader(older), new_reader(newer);
+  RowWalker walker(place.rows);
   u64 count = 0, next = 0;  // next: first position after the last changed one
   for (u64 at = 0; at < older.numel; at += kChunk) {
     const u32 n = u32(older.numel - at < kChunk ? older.numel - at : kChunk);
@@ -39,10 +51,8 @@ inline Status scan(const View& older, const View& newer, u64 start, u64 key, Lan
       olds[i] = load<W>(a + offsets[i] * sizeof(W));
       news[i] = load<W>(b + offsets[i] * sizeof(W));
     }
-    if (sums != nullptr) {
-      Ahead ahead(a + n * sizeof(W), b + n * sizeof(W));
-      digest_pair(offsets, start + at, olds, news, m, key, sums[0], sums[1], [&] { ahead.ask(); });
-    }
+    const Ahead ahead(a + n * sizeof(W), b + n * sizeof(W));
+    if (sums != nullptr) sum_changes(place, walker, place.start + at, offsets, olds, news, m, sums, ahead);
     next = at + offsets[m - 1] + 1;
     count += m;
   }
@@ -65,14 +75,17 @@ inline const W* all_elements(const View& view, Buffer& buffer) {
 }
 
 template <class W, class G>
-inline Status take_all(const View& older, const View& newer, u64 start, u64 key, Scratch& scratch,
+inline Status take_all(const View& older, const View& newer, const Place& place, Scratch& scratch,
                        Changes<W, G>& changes, Encoded& out) {
   const W* olds = all_elements<W>(older, scratch.olds);
   const W* news = all_elements<W>(newer, scratch.news);
   if (olds == nullptr || news == nullptr) return no_memory();
   changes = Changes<W, G>{older.numel, older.numel, nullptr, olds, news};
-  out.before = digest_dense<W>(reinterpret_cast<const u8*>(olds), start, older.numel, key);
-  out.after = olds == news ? out.before : digest_dense<W>(reinterpret_cast<const u8*>(news), start, older.numel, key);
+  const auto digest_of = [&](const W* values) {
+    return digest_all<W>(reinterpret_cast<const u8*>(values), older.numel, place.start, place);
+  };
+  out.before = digest_of(olds);
+  out.after = olds == news ? out.before : digest_of(news);
   return {};
 }
 
@@ -209,21 +222,22 @@ inline bool looks_dense(const View& older, const View& newer) {
 }
 
 template <class W, class G>
-inline Status encode_as(const View& older, const View& newer, u64 start, u64 key, const Forced& forced,
+inline Status encode_as(const View& older, const View& newer, const Place& place, const Forced& forced,
                         Scratch& scratch, Encoded& out) {
   Changes<W, G> changes;
-  out.record.start = start;
+  out.record.start = place.start;
+  out.record.rows = place.rows;
   const bool overwrite = forced.kind == int(kAll) && forced.operation == int(kSet);
   bool dense = overwrite || (forced.kind < 0 && looks_dense<W>(older, newer));
   if (!dense) {
     Lanes sums[2];
-    DR_TRY((scan<W, G>(older, newer, start, key, sums, scratch, changes)));
+    DR_TRY((scan<W, G>(older, newer, place, sums, scratch, changes)));
     if (changes.count == 0) return {};
     out.before = sums[0];
     out.after = sums[1];
     dense = forced.kind == int(kAll) || (forced.kind < 0 && changes.count > older.numel / 5 * 3);
   }
-  if (dense) DR_TRY((take_all<W, G>(older, newer, start, key, scratch, changes, out)));
+  if (dense) DR_TRY((take_all<W, G>(older, newer, place, scratch, changes, out)));
   return pack_changes(changes, forced, scratch, out);
 }
 

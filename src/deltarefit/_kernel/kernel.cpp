@@ -56,9 +56,10 @@ struct JobArg {
       raise_unless_ok(wrong("array of another element width than the delta", delta.width(), array.view.width));
     raise_unless_ok(collapse(array.view));
     const u64 numel = array.view.numel;
-    if (first > numel || delta.record.length > numel - first)
-      raise_unless_ok(wrong("array does not hold the delta's range from first", delta.record.length,
-                            first > numel ? 0 : numel - first));
+    const u64 span = delta.record.span();
+    if (first > numel || span > numel - first)
+      raise_unless_ok(
+          wrong("array does not hold the delta's range from first", span, first > numel ? 0 : numel - first));
     job = Job{&delta.record, &delta.pieces, &array.view, first};
     if (access == ArrayArg::kWrite)
       without_gil([&] { return current_level().validate(delta.record, delta.pieces); });
@@ -118,20 +119,33 @@ void check_forced(const Forced& forced) {
     raise_unless_ok(wrong("two-bit packing is for ADD only"));
 }
 
+Status check_start(u64 start, u64 numel) {
+  if (start <= kMaxElements - numel) return {};
+  return wrong("start lies beyond the largest tensor", kMaxElements - numel, start);
+}
+
+// Where `numel` elements lie; rows are checked.
+Place place_of(u64 start, nb::handle rows, u64 key, u64 numel) {
+  const Place place{start, rows_from(rows), key};
+  if (!place.rows.flat()) raise_unless_ok(check_start(start, numel));
+  raise_unless_ok(check_rows(place.rows, start + (numel == 0 ? 0 : numel - 1)));
+  return place;
+}
+
 nb::object encode(nb::handle older, nb::handle newer, u64 start, u64 key, int kind, int gap_planes, int operation,
-                  int packing) {
+                  int packing, nb::handle rows) {
   const Forced forced{kind, gap_planes, operation, packing};
   check_forced(forced);
   PairArg pair(older, newer);
   const u64 numel = pair.older.view.numel;
-  if (start > kMaxElements - numel)
-    raise_unless_ok(wrong("start lies beyond the largest tensor", kMaxElements - numel, start));
+  raise_unless_ok(check_start(start, numel));
+  const Place place = place_of(start, rows, key, numel);
   if (numel == 0) return nb::none();
   ScratchLease lease;
   Scratch& scratch = *lease;
   Encoded out;
   without_gil(
-      [&] { return current_level().encode(pair.older.view, pair.newer.view, start, key, forced, scratch, out); });
+      [&] { return current_level().encode(pair.older.view, pair.newer.view, place, forced, scratch, out); });
   if (out.nothing) return nb::none();
   nb::list pieces;
   for (u32 i = 0; i < out.pieces.count; ++i) {
@@ -205,12 +219,13 @@ nb::tuple preview(nb::handle record, nb::handle slices, nb::handle array, u64 ke
   return nb::make_tuple(lanes_to_tuple(before), lanes_to_tuple(after), out);
 }
 
-nb::tuple digest(nb::handle array, u64 start, u64 key) {
+nb::tuple digest(nb::handle array, u64 start, u64 key, nb::handle rows) {
   ArrayArg arg(array, "array", ArrayArg::kRead);
   raise_unless_ok(collapse(arg.view));
+  const Place place = place_of(start, rows, key, arg.view.numel);
   Lanes lanes;
   without_gil([&] {
-    lanes = current_level().digest(arg.view, start, key);
+    lanes = current_level().digest(arg.view, place);
     return Status();
   });
   return lanes_to_tuple(lanes);
@@ -223,13 +238,14 @@ NB_MODULE(_native, m) {
   namespace dr = deltarefit;
   namespace nb = nanobind;
   using namespace nb::literals;
+  const nb::tuple flat = nb::make_tuple(0, 0, 0, 0);
   m.def("levels", &dr::levels);
   m.def("level", &dr::level);
   m.def("use_level", &dr::set_level, "name"_a);
   m.def("count_changed", &dr::count_changed, "old"_a, "new"_a);
   m.def("extract", &dr::extract, "old"_a, "new"_a);
   m.def("encode", &dr::encode, "old"_a, "new"_a, "start"_a, "key"_a, "kind"_a = -1, "gap_planes"_a = -1,
-        "operation"_a = -1, "packing"_a = -1);
+        "operation"_a = -1, "packing"_a = -1, "rows"_a = flat);
   m.def("pieces", &dr::pieces_of, "record"_a);
   m.def("validate", &dr::validate, "record"_a, "slices"_a);
   m.def("decode", &dr::decode, "record"_a, "slices"_a);
@@ -238,5 +254,5 @@ NB_MODULE(_native, m) {
   m.def("gather", &dr::gather, "record"_a, "slices"_a, "array"_a, "first"_a = 0);
   m.def("sums", &dr::sums, "record"_a, "slices"_a, "array"_a, "key"_a, "first"_a = 0);
   m.def("preview", &dr::preview, "record"_a, "slices"_a, "array"_a, "key"_a, "first"_a = 0);
-  m.def("digest", &dr::digest, "array"_a, "start"_a, "key"_a);
+  m.def("digest", &dr::digest, "array"_a, "start"_a, "key"_a, "rows"_a = flat);
 }

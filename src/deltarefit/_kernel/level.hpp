@@ -20,7 +20,7 @@ struct Encoded {
   Lanes before, after;
 };
 
-// One delta and the array it applies to. Views are collapsed; `first` is where position 0 lies.
+// One delta and the array it applies to. Views are collapsed; `first` is the index of the delta's first position.
 struct Job {
   const Record* record;
   const Pieces* pieces;
@@ -36,19 +36,20 @@ struct Level {
   // Changed positions as gaps (u32 up to 2^32 elements, else u64), old and new values, in scratch.
   Status (*extract)(const View& older, const View& newer, Scratch& scratch, u64& count);
   void (*copy_positions)(const Scratch& scratch, u64 numel, u64 count, u64* out);
-  Status (*encode)(const View& older, const View& newer, u64 start, u64 key, const Forced& forced, Scratch& scratch,
+  Status (*encode)(const View& older, const View& newer, const Place& place, const Forced& forced, Scratch& scratch,
                    Encoded& out);
 
   // Every check of §4.6 on one delta. The functions below make the same checks on the way, so a caller that wants
   // nothing written unless all is well runs validate first; the record itself must have passed check_record.
   Status (*validate)(const Record& record, const Pieces& pieces);
+  // Positions in the tensor, counted from the delta's first one.
   Status (*decode)(const Record& record, const Pieces& pieces, u64* positions, u8* values);
   Status (*apply)(const Job& job);
   Status (*apply_values)(const Job& job, const View& values);
   Status (*gather)(const Job& job, u8* values);
   Status (*sums)(const Job& job, u64 key, Lanes& out);
   Status (*preview)(const Job& job, u64 key, Lanes& before, Lanes& after, u8* values);
-  Lanes (*digest)(const View& array, u64 start, u64 key);
+  Lanes (*digest)(const View& array, const Place& place);
 };
 
 namespace portable {

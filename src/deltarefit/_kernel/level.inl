@@ -6,6 +6,7 @@
 #endif
 
 #include "access.hpp"
+#include "rows.hpp"
 #include "lanes.hpp"
 #include "digest.hpp"
 #include "scan.hpp"
@@ -38,7 +39,7 @@ u64 count_changed(const View& older, const View& newer) {
 template <class W, class G>
 Status extract_as(const View& older, const View& newer, Scratch& scratch, u64& count) {
   Changes<W, G> changes;
-  DR_TRY((scan<W, G>(older, newer, 0, 0, nullptr, scratch, changes)));
+  DR_TRY((scan<W, G>(older, newer, Place(), nullptr, scratch, changes)));
   count = changes.count;
   return {};
 }
@@ -65,12 +66,12 @@ void copy_positions(const Scratch& scratch, u64 numel, u64 count, u64* out) {
   else positions_of_gaps(scratch.gaps.as<u32>(), count, out);
 }
 
-Status encode(const View& older, const View& newer, u64 start, u64 key, const Forced& forced, Scratch& scratch,
+Status encode(const View& older, const View& newer, const Place& place, const Forced& forced, Scratch& scratch,
               Encoded& out) {
   return by_width(older.width, [&](auto w) {
     using W = decltype(w);
-    return long_gaps(older.numel) ? encode_as<W, u64>(older, newer, start, key, forced, scratch, out)
-                                  : encode_as<W, u32>(older, newer, start, key, forced, scratch, out);
+    return long_gaps(older.numel) ? encode_as<W, u64>(older, newer, place, forced, scratch, out)
+                                  : encode_as<W, u32>(older, newer, place, forced, scratch, out);
   });
 }
 
@@ -86,7 +87,7 @@ Status validate(const Record& record, const Pieces& pieces) {
 Status decode(const Record& record, const Pieces& pieces, u64* positions, u8* values) {
   return by_width(width_of(record), [&](auto w) {
     using W = decltype(w);
-    return for_each_block<W>(record, pieces, [&](const Block<W>& block) {
+    return for_each_placed<W>(record, pieces, [&](const Block<W>& block) {
       for (u32 i = 0; i < block.n; ++i) positions[block.index + i] = block.base + block.offsets[i];
       __builtin_memcpy(values + block.index * sizeof(W), block.values, block.n * sizeof(W));
     });
@@ -114,8 +115,8 @@ Status preview(const Job& job, u64 key, Lanes& before, Lanes& after, u8* values)
                   [&](auto w) { return preview_as<decltype(w)>(job, key, before, after, values); });
 }
 
-Lanes digest(const View& array, u64 start, u64 key) {
-  return by_width(array.width, [&](auto w) { return digest_as<decltype(w)>(array, start, key); });
+Lanes digest(const View& array, const Place& place) {
+  return by_width(array.width, [&](auto w) { return digest_as<decltype(w)>(array, place); });
 }
 
 #define DR_STRING(name) DR_STRING_OF(name)

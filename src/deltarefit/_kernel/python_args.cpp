@@ -16,13 +16,18 @@ u32 unsigned_width(const char* format, Py_ssize_t item_size) {
 
 [[noreturn]] void raise_value(const std::string& text) { throw nb::value_error(text.c_str()); }
 
-u64 integer_from(PyObject* object) {
-  const unsigned long long value = PyLong_AsUnsignedLongLong(object);
-  if (value == ~0ull && PyErr_Occurred()) {
-    PyErr_Clear();
-    raise_value("a record is a tuple of nine integers within 0 and 2**64-1");
+// Fills in the fields from a tuple of just as many integers; `what` says what it is otherwise.
+template <std::size_t n>
+void integers_from(nb::handle tuple, u64* const (&fields)[n], const char* what) {
+  if (!PyTuple_Check(tuple.ptr()) || PyTuple_Size(tuple.ptr()) != Py_ssize_t(n)) raise_value(what);
+  for (std::size_t i = 0; i < n; ++i) {
+    const unsigned long long value = PyLong_AsUnsignedLongLong(PyTuple_GetItem(tuple.ptr(), Py_ssize_t(i)));
+    if (value == ~0ull && PyErr_Occurred()) {
+      PyErr_Clear();
+      raise_value(what);
+    }
+    *fields[i] = value;
   }
-  return value;
 }
 
 }  // namespace
@@ -81,17 +86,22 @@ void SliceArgs::release() {
 
 Record record_from(nb::handle tuple) {
   Record r;
-  u64* fields[] = {&r.start,     &r.length,    &r.count,       &r.code,   &r.runs,
-                   &r.gap_chain, &r.run_chain, &r.value_chain, &r.escapes};
-  if (!PyTuple_Check(tuple.ptr()) || PyTuple_Size(tuple.ptr()) != 9)
-    raise_value("a record is a tuple of nine integers within 0 and 2**64-1");
-  for (Py_ssize_t i = 0; i < 9; ++i) *fields[i] = integer_from(PyTuple_GetItem(tuple.ptr(), i));
+  u64* const fields[] = {&r.start,     &r.length,      &r.count,   &r.code,        &r.runs,     &r.gap_chain, &r.run_chain,
+                         &r.value_chain, &r.escapes, &r.rows.offset, &r.rows.run, &r.rows.step, &r.rows.pitch};
+  integers_from(tuple, fields, "a record is a tuple of 13 integers within 0 and 2**64-1");
+  return r;
+}
+
+Rows rows_from(nb::handle tuple) {
+  Rows r;
+  u64* const fields[] = {&r.offset, &r.run, &r.step, &r.pitch};
+  integers_from(tuple, fields, "rows is a tuple of 4 integers within 0 and 2**64-1");
   return r;
 }
 
 nb::tuple record_to_tuple(const Record& r) {
   return nb::make_tuple(r.start, r.length, r.count, r.code, r.runs, r.gap_chain, r.run_chain, r.value_chain,
-                        r.escapes);
+                        r.escapes, r.rows.offset, r.rows.run, r.rows.step, r.rows.pitch);
 }
 
 nb::tuple lanes_to_tuple(Lanes lanes) { return nb::make_tuple(lanes.lane0, lanes.lane1); }

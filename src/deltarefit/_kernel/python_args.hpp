@@ -48,6 +48,7 @@ class SliceArgs {
 };
 
 Record record_from(nb::handle tuple);
+Rows rows_from(nb::handle tuple);
 nb::tuple record_to_tuple(const Record& record);
 nb::tuple lanes_to_tuple(Lanes lanes);
 std::string stream_name(const Piece& piece);

@@ -59,8 +59,28 @@ void add_array(Pieces& out, Role role, u32 planes, u64 n, u64 chain) {
 
 }  // namespace
 
+// Numbers are below 2^48, so that sums of a few of them fit 64 bits; products are watched.
+Status check_rows(const Rows& rows, u64 last) {
+  if (rows.flat()) {
+    if ((rows.offset | rows.step | rows.pitch) != 0) return wrong("rows without elements");
+    return {};
+  }
+  if ((rows.offset | rows.run | rows.step | rows.pitch) >= kMaxElements) return wrong("rows beyond the largest tensor");
+  u64 reach, down;  // from the first to the last element of a row; to the last row
+  if (rows.step == 0) return wrong("rows without a step");
+  if (__builtin_mul_overflow(rows.run - 1, rows.step, &reach) || reach >= rows.pitch)
+    return wrong("rows overlap", reach, rows.pitch);
+  if (rows.run == 1 ? rows.step != 1 || rows.pitch == 1 : reach + rows.step == rows.pitch)
+    return wrong("rows that have a simpler form");
+  if (__builtin_mul_overflow(last / rows.run, rows.pitch, &down) || down >= kMaxElements ||
+      rows.offset + down + last % rows.run * rows.step >= kMaxElements)
+    return wrong("rows reach beyond the largest tensor");
+  return {};
+}
+
 Status check_record(const Record& record) {
   DR_TRY(check_sizes(record));
+  DR_TRY(check_rows(record.rows, record.start + record.length - 1));
   const Code code = Code::unpack(record.code);
   DR_TRY(check_positions(record, code));
   return check_values(record, code);

@@ -5,6 +5,9 @@
 
 namespace deltarefit {
 
+// That elements 0 to `last` of a piece ascend within the largest tensor, and that no simpler form says the same.
+Status check_rows(const Rows& rows, u64 last);
+
 // Every rule of §4.1 that needs nothing but the record.
 Status check_record(const Record& record);
 

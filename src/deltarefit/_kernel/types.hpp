@@ -57,9 +57,31 @@ enum Kind : u32 { kGaps = 0, kRuns = 1, kAll = 2 };
 enum Operation : u32 { kXor = 0, kAdd = 1, kSet = 2 };
 enum Packing : u32 { kPlanes = 0, kTwoBit = 1 };
 
-// Columns 1-9 of the table (docs/format.md §4.1).
+// Columns 10-13 of the table (docs/format.md §4.1): how a piece's own elements lie in its tensor. All zero, flat: one
+// behind the other, and the piece's positions are the tensor's.
+struct Rows {
+  u64 offset = 0, run = 0, step = 0, pitch = 0;
+
+  DR_INLINE bool flat() const { return run == 0; }
+  // Position in the tensor of element p of the piece.
+  DR_INLINE u64 position(u64 p) const { return flat() ? p : offset + p / run * pitch + p % run * step; }
+};
+
+// Columns 1-13.
 struct Record {
   u64 start = 0, length = 0, count = 0, code = 0, runs = 0, gap_chain = 0, run_chain = 0, value_chain = 0, escapes = 0;
+  Rows rows;
+
+  // The first position in the tensor that the delta covers, and how many lie from there to the last one.
+  DR_INLINE u64 low() const { return rows.position(start); }
+  DR_INLINE u64 span() const { return rows.position(start + length - 1) - low() + 1; }
+};
+
+// Where an array's elements lie: its element 0 is element `start` of a piece of a tensor with digest key `key`.
+struct Place {
+  u64 start = 0;
+  Rows rows;
+  u64 key = 0;
 };
 
 // The code column, taken apart.

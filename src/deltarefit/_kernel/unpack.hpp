@@ -308,4 +308,20 @@ inline Status for_each_block(const Record& record, const Pieces& pieces, Use use
   return value_reader.finish();
 }
 
+// The same with positions in the tensor, counted from the delta's first one, instead of the piece's own.
+template <class W, class Use>
+inline Status for_each_placed(const Record& record, const Pieces& pieces, Use use) {
+  RowWalker walker(record.rows);
+  const u64 low = record.low();
+  u64 placed[kBlock];
+  return for_each_block<W>(record, pieces, [&](Block<W> block) {
+    if (!record.rows.flat()) {
+      walker.place(block.offsets, record.start + block.base, block.n, low, placed);
+      block.base = 0;
+      block.offsets = placed;
+    }
+    use(block);
+  });
+}
+
 }  // namespace deltarefit::DR_LEVEL

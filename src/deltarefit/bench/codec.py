@@ -36,6 +36,7 @@ from deltarefit.manifest import (
     ProducerManifest,
     TensorEntry,
 )
+from deltarefit.pieces import whole
 from deltarefit.pipeline import PAYLOAD_BYTES
 from deltarefit.records import Digest
 from deltarefit.weights import segments
@@ -148,7 +149,8 @@ def encode_model(catalog: Catalog, olds: list[Elements], news: list[Elements]) -
     keys = [tensor_key(RUN, entry.name) for entry in catalog.tensors]
     payloads, builder = [], PayloadBuilder()
     for tensor, start, stop in segments(catalog):
-        delta = encode_delta(tensor, olds[tensor][start:stop], news[tensor][start:stop], start, keys[tensor])
+        piece = whole(tensor, catalog.tensors[tensor].numel)
+        delta = encode_delta(piece, olds[tensor][start:stop], news[tensor][start:stop], start, keys[tensor])
         if delta is not None:
             builder.add(delta)
         if builder.nbytes >= PAYLOAD_BYTES:

@@ -27,6 +27,7 @@ from deltarefit.demo.model import real_model, tiny_model
 from deltarefit.demo.train import Trainer
 from deltarefit.elements import Elements
 from deltarefit.errors import UnavailableError
+from deltarefit.exchange import WholeTensors
 from deltarefit.manifest import Catalog, TensorEntry
 from deltarefit.publisher import Published, Publisher
 from deltarefit.sources.checkpoint import CheckpointSource
@@ -84,7 +85,7 @@ class Result:
         return {"equal": self.equal, "seconds": self.seconds, **self.proof, "versions": versions}
 
 
-class LiveWeights:
+class LiveWeights(WholeTensors):
     """``ports.Source`` over the trainer's own bf16 weights: views, no copy. Read only between optimizer steps."""
 
     def __init__(self, bits: Mapping[str, npt.NDArray[np.uint16]], files: Mapping[str, bytes]) -> None:

@@ -1,7 +1,8 @@
-"""The coordinator's state machine with one producer (protocol §3.5-3.6). Pure.
+"""The coordinator's state machine (protocol §3.5-3.6). Pure. It is producer 0 as well; the others are ``producer``.
 
-It walks the log to its tail, closes an open attempt it finds there with ABORT, opens the next one, has it encoded, and
-decides it by one create-once outcome. Every create whose answer is lost is read back and told apart by nonce.
+It walks the log to its tail, closes an open attempt it finds there with ABORT, opens the next one, has its own pieces
+encoded, gathers the manifests of all producers, and decides by one create-once outcome. Every create whose answer is
+lost is read back and told apart by nonce.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ from deltarefit.protocol.messages import (
     Encoded,
     EncodeFailed,
     Event,
+    Gather,
+    Gathered,
     NotCreated,
     ReadAttempt,
+    check_manifests,
+    new_digest,
 )
 from deltarefit.records import Digest
 
@@ -38,6 +43,8 @@ class Phase(enum.Enum):
     OPENING = "opening"
     ENCODING = "encoding"
     SEALING = "sealing"
+    GATHERING = "gathering"
+    """Waiting for the other producers."""
     COMMITTING = "committing"
     FAILING = "failing"
     """Closing our own attempt after an error."""
@@ -54,10 +61,12 @@ Step = tuple["Coordinator", tuple[Action, ...]]
 
 @dataclass(frozen=True)
 class Coordinator:
-    """One publish. Starts by reading attempt ``number``; ``base`` and ``digest`` are of the last COMMIT seen."""
+    """One publish by ``producers`` producers. Starts by reading attempt ``number``; ``base`` and ``digest`` are of the
+    last COMMIT seen."""
 
     run: str
     nonce: str
+    producers: int = 1
     phase: Phase = Phase.TAIL
     number: int = 1
     base: int = 0
@@ -104,7 +113,7 @@ class Coordinator:
     # ------------------------------------------------------------------------------------ opening
 
     def _open(self, number: int) -> Step:
-        intent = Intent(self.run, number, self.base, self.digest, Mode.STAGE, self.nonce)
+        intent = Intent(self.run, number, self.base, self.digest, Mode.STAGE, self.nonce, self.producers)
         return replace(self, phase=Phase.OPENING, number=number, intent=intent), (CreateIntent(intent),)
 
     def _opened(self, event: Created) -> Step:
@@ -125,34 +134,36 @@ class Coordinator:
 
     def _encoded(self, event: Encoded) -> Step:
         intent, manifest = self._intent(), event.manifest
-        if (manifest.attempt, manifest.base) != (intent.attempt, intent.base):
+        if (manifest.attempt, manifest.base, manifest.producer) != (intent.attempt, intent.base, 0):
             raise ProtocolError(f"a manifest of attempt {manifest.attempt} came back for {intent.attempt}")
-        if intent.base and intent.base_digest + manifest.shift != event.digest:
-            return self._fail(EncodeFailed("the new digest does not follow from the base and the payloads"))
-        outcome = Outcome(
-            self.run,
-            self.number,
-            Decision.COMMIT,
-            self.base,
-            event.digest,
-            (manifest.content_hash(),),
-            event.anchor,
-            self.nonce,
-        )
-        sealing = replace(self, phase=Phase.SEALING, manifest=manifest, outcome=outcome)
-        return sealing, (CreateManifest(manifest),)
+        return replace(self, phase=Phase.SEALING, manifest=manifest), (CreateManifest(manifest),)
 
     def _sealed(self, event: Created) -> Step:
-        return replace(self, phase=Phase.COMMITTING), (CreateOutcome(self._outcome()),)
+        return replace(self, phase=Phase.GATHERING), (Gather(self._intent()),)
 
     def _seal_answer(self, event: AttemptRead) -> Step:
         if event.attempt.outcome is not None:
             return self._decided(event)
-        if event.attempt.manifest is None:
+        if not event.attempt.manifests:
             return self, (CreateManifest(self._manifest()),)
-        if event.attempt.manifest != self.manifest:
+        if event.attempt.manifests[0] != self.manifest:
             return self._fail(EncodeFailed("another producer sealed this attempt with other payloads"))
         return self._sealed(Created())
+
+    def _gathered(self, event: Gathered) -> Step:
+        """Rule (4) of protocol §3.5: COMMIT only what all producers sealed, and only if it adds up."""
+        intent, manifests = self._intent(), event.manifests
+        if len(manifests) != intent.producers or manifests[0] != self.manifest:
+            raise ProtocolError(f"{len(manifests)} manifests were gathered for {intent.producers} producers")
+        try:
+            check_manifests(intent, manifests)
+            digest = new_digest(intent, manifests)
+        except IntegrityError as error:
+            return self._fail(EncodeFailed(str(error)))
+        hashes = tuple(manifest.content_hash() for manifest in manifests)
+        commit = Decision.COMMIT
+        outcome = Outcome(self.run, self.number, commit, self.base, digest, hashes, event.anchor, self.nonce)
+        return replace(self, phase=Phase.COMMITTING, outcome=outcome), (CreateOutcome(outcome),)
 
     # ------------------------------------------------------------------------------------ deciding
 
@@ -166,6 +177,10 @@ class Coordinator:
         if found.nonce != self.nonce:
             return self._stop(Phase.LOST, found.reason or f"attempt {self.number} was decided by another publisher")
         return replace(self, phase=Phase.COMMITTED if event.attempt.committed else Phase.FAILED), ()
+
+    def _taken_over(self, event: AttemptRead) -> Step:
+        """Read while gathering: undecided means that the wait goes on."""
+        return self._decided(event) if event.attempt.outcome else (self, (Gather(self._intent()),))
 
     def _fail(self, event: EncodeFailed) -> Step:
         abort = self._abort_of(self.number, self.base, event.reason)
@@ -212,6 +227,10 @@ _HANDLERS: dict[tuple[Phase, type[Event]], Callable[[Coordinator, Any], Step]] =
     (Phase.SEALING, Created): Coordinator._sealed,
     (Phase.SEALING, NotCreated): Coordinator._reread,
     (Phase.SEALING, AttemptRead): Coordinator._seal_answer,
+    (Phase.SEALING, EncodeFailed): Coordinator._fail,
+    (Phase.GATHERING, Gathered): Coordinator._gathered,
+    (Phase.GATHERING, EncodeFailed): Coordinator._fail,
+    (Phase.GATHERING, AttemptRead): Coordinator._taken_over,
     (Phase.COMMITTING, Created): Coordinator._committed,
     (Phase.COMMITTING, NotCreated): Coordinator._reread,
     (Phase.COMMITTING, AttemptRead): Coordinator._decided,

@@ -39,6 +39,7 @@ from deltarefit.protocol.messages import (
     Write,
     WriteHeader,
     Written,
+    adds_up,
 )
 from deltarefit.records import Digest
 
@@ -132,7 +133,7 @@ class Follower:
         attempt = event.attempt
         if attempt.number <= self.version:
             return self, ()
-        if attempt.intent is None or (attempt.manifest is None and not attempt.outcome):
+        if not (attempt.outcome or adds_up(attempt)):
             return self, (AwaitAttempt(attempt.number),)
         if attempt.outcome and not attempt.committed:
             return self, (ReadAttempt(attempt.number + 1),)
@@ -162,7 +163,7 @@ class Follower:
 
     def _outcome(self, event: AttemptRead) -> Step:
         attempt = event.attempt
-        if attempt.number != self._attempt().number or attempt.manifest != self._attempt().manifest:
+        if attempt.number != self._attempt().number or attempt.manifests != self._attempt().manifests:
             raise IntegrityError(f"attempt {self._attempt().number} changed its manifest while it was staged")
         return replace(self, attempt=attempt)._decided(attempt)
 
@@ -225,8 +226,7 @@ class Follower:
         return self.attempt
 
     def _manifest_refs(self) -> tuple[PayloadRef, ...]:
-        manifest = self._attempt().manifest
-        return manifest.payloads if manifest else ()
+        return self._attempt().payloads
 
     def _header(self, state: State, target: int = 0) -> Header:
         return Header(self.run, self.catalog, state, self.version, target, self.digest, 0, self.incarnation)

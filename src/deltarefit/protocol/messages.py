@@ -12,17 +12,18 @@ import enum
 from dataclasses import dataclass
 
 from deltarefit.errors import IntegrityError
-from deltarefit.manifest import Anchor, Decision, Header, Intent, Outcome, ProducerManifest
+from deltarefit.manifest import Anchor, Decision, Header, Intent, Outcome, PayloadRef, ProducerManifest
 from deltarefit.records import Digest
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What the log says of attempt ``number``; None where nothing is written yet."""
+    """What the log says of attempt ``number``; None where nothing is written yet. ``manifests`` are those of producers
+    0, 1, ... up to the first that is missing."""
 
     number: int
     intent: Intent | None = None
-    manifest: ProducerManifest | None = None
+    manifests: tuple[ProducerManifest, ...] = ()
     outcome: Outcome | None = None
 
     @property
@@ -33,31 +34,84 @@ class Attempt:
     def open(self) -> bool:
         return self.intent is not None and self.outcome is None
 
+    @property
+    def sealed(self) -> bool:
+        """Every producer has said what it made."""
+        return self.intent is not None and len(self.manifests) == self.intent.producers
+
+    @property
+    def payloads(self) -> tuple[PayloadRef, ...]:
+        """All payloads, producer by producer."""
+        return tuple(ref for manifest in self.manifests for ref in manifest.payloads)
+
 
 def check_attempt(attempt: Attempt) -> None:
-    """The records of one attempt must belong together: base, manifest hash, telescoping digest (protocol §3.5).
+    """The records of a committed attempt must belong together: base, manifest hashes, telescoping digest (protocol
+    §3.5). Raises ``IntegrityError``.
 
-    Raises ``IntegrityError``. An attempt that is merely unfinished passes.
+    An attempt that is open or aborted passes, whatever its producers sealed: nobody goes by it, and those who close it
+    or pass it must be able to.
     """
-    intent, manifest, outcome = attempt.intent, attempt.manifest, attempt.outcome
+    intent, outcome = attempt.intent, attempt.outcome
     where = f"attempt {attempt.number}"
     if intent is None:
-        if manifest or outcome:
+        if attempt.manifests or outcome:
             raise IntegrityError(f"{where} has an outcome or manifest but no intent")
         return
-    if manifest and (manifest.attempt, manifest.base) != (intent.attempt, intent.base):
-        raise IntegrityError(f"{where}: manifest base", expected=intent.base, found=manifest.base)
     if not attempt.committed or outcome is None:
         return
+    check_manifests(intent, attempt.manifests)
     if outcome.base != intent.base:
         raise IntegrityError(f"{where}: outcome base", expected=intent.base, found=outcome.base)
-    if manifest is None:
-        raise IntegrityError(f"{where} is committed but its manifest is missing")
-    if outcome.manifests != (manifest.content_hash(),):
-        raise IntegrityError(f"{where}: manifest hash", expected=outcome.manifests, found=manifest.content_hash())
-    if intent.base and outcome.digest != intent.base_digest + manifest.shift:
-        found = intent.base_digest + manifest.shift
-        raise IntegrityError(f"{where}: digests do not telescope", expected=outcome.digest, found=found)
+    if not attempt.sealed:
+        found = f"{len(attempt.manifests)} of {intent.producers}"
+        raise IntegrityError(f"{where} is committed but a manifest is missing", found=found)
+    hashes = tuple(manifest.content_hash() for manifest in attempt.manifests)
+    if outcome.manifests != hashes:
+        raise IntegrityError(f"{where}: manifest hash", expected=outcome.manifests, found=hashes)
+    if outcome.digest != (digest := new_digest(intent, attempt.manifests)):
+        raise IntegrityError(f"{where}: digests do not telescope", expected=outcome.digest, found=digest)
+
+
+def adds_up(attempt: Attempt) -> bool:
+    """Everything is sealed and makes one version: what a COMMIT takes, and staging before it. A producer seals before
+    anybody has held its part against the others', so a sealed attempt may still be wrong, and end in ABORT."""
+    intent = attempt.intent
+    if intent is None or not attempt.sealed:
+        return False
+    try:
+        check_manifests(intent, attempt.manifests)
+        new_digest(intent, attempt.manifests)
+    except IntegrityError:
+        return False
+    return True
+
+
+def check_manifests(intent: Intent, manifests: tuple[ProducerManifest, ...]) -> None:
+    """Manifests are of this attempt, stand in order, and agree on base and step. Raises ``IntegrityError``."""
+    where = f"attempt {intent.attempt}"
+    for producer, manifest in enumerate(manifests):
+        if (manifest.run, manifest.attempt) != (intent.run, intent.attempt):
+            found = f"attempt {manifest.attempt} of run {manifest.run}"
+            raise IntegrityError(f"{where}: manifest of another attempt", expected=f"run {intent.run}", found=found)
+        if manifest.base != intent.base:
+            raise IntegrityError(f"{where}: manifest base", expected=intent.base, found=manifest.base)
+        if manifest.producer != producer or producer >= intent.producers:
+            raise IntegrityError(f"{where}: manifest of producer", expected=producer, found=manifest.producer)
+        if manifest.step != manifests[0].step:
+            what = f"{where}: producers publish different steps"
+            raise IntegrityError(what, expected=f"{manifests[0].step} (0)", found=f"{manifest.step} ({producer})")
+
+
+def new_digest(intent: Intent, manifests: tuple[ProducerManifest, ...]) -> Digest:
+    """The digest of the version that ``manifests`` make. Raises ``IntegrityError`` unless what the producers own adds
+    up to what follows from base and payloads: else a baseline was wrong, or an element has two owners or none."""
+    digest = sum((manifest.part for manifest in manifests), Digest())
+    follows = intent.base_digest + sum((manifest.shift for manifest in manifests), Digest())
+    if intent.base and digest != follows:
+        what = f"attempt {intent.attempt}: digests do not telescope: the parts are not the base with its changes"
+        raise IntegrityError(what, expected=follows, found=digest)
+    return digest
 
 
 # ---------------------------------------------------------------------------------------------- actions
@@ -156,9 +210,33 @@ class CreateIntent:
 
 @dataclass(frozen=True)
 class Encode:
-    """Bring the baseline to ``intent.base``, encode against it and upload; answer ``Encoded`` or ``EncodeFailed``."""
+    """Bring the baseline to ``intent.base``, encode own pieces against it and upload; answer ``Encoded`` or
+    ``EncodeFailed``."""
 
     intent: Intent
+
+
+@dataclass(frozen=True)
+class ReadManifest:
+    """Read what stands in the place of one producer's manifest; answer ``ManifestRead``."""
+
+    number: int
+    producer: int
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Wait until all producers have sealed; answer ``Gathered``, ``EncodeFailed`` if one stays away beyond its
+    deadline, or ``AttemptRead`` if the attempt is decided meanwhile."""
+
+    intent: Intent
+
+
+@dataclass(frozen=True)
+class AwaitOutcome:
+    """Wait for the outcome; answer ``AttemptRead``, or ``EncodeFailed`` if it stays away beyond its deadline."""
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -177,7 +255,8 @@ class CreateOutcome:
 
 Action = (
     ReadAttempt | AwaitAttempt | FindAnchor | LoadAnchor | FinishSeed | WriteHeader | Stage | DropStage | Pause
-    | Resume | Classify | Write | CreateIntent | Encode | CreateManifest | CreateOutcome
+    | Resume | Classify | Write | CreateIntent | Encode | CreateManifest | ReadManifest
+    | Gather | AwaitOutcome | CreateOutcome
 )  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------- events
@@ -195,6 +274,13 @@ class AttemptRead:
     """The records of one attempt, read and checked."""
 
     attempt: Attempt
+
+
+@dataclass(frozen=True)
+class ManifestRead:
+    """One producer's manifest as it stands in the log; None if there is none."""
+
+    manifest: ProducerManifest | None
 
 
 @dataclass(frozen=True)
@@ -268,21 +354,28 @@ class NotCreated:
 
 @dataclass(frozen=True)
 class Encoded:
-    """All payloads are in the store. ``digest`` is the new version's; ``anchor`` the newest anchor known."""
+    """All payloads of this producer are in the store."""
 
     manifest: ProducerManifest
-    digest: Digest
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """All manifests, in order, each sealed in the log, with every payload in the store at its full length. ``anchor``
+    is the newest known."""
+
+    manifests: tuple[ProducerManifest, ...]
     anchor: int
 
 
 @dataclass(frozen=True)
 class EncodeFailed:
-    """Encoding or uploading ended with an error."""
+    """Encoding, uploading or sealing ended with an error, here or at another producer, or a deadline passed."""
 
     reason: str
 
 
 Event = (
-    HeaderRead | AttemptRead | AnchorFound | NoAnchor | AnchorLoaded | Staged | NotStaged | Classified | Written
-    | ValuesLost | Created | NotCreated | Encoded | EncodeFailed
+    HeaderRead | AttemptRead | ManifestRead | AnchorFound | NoAnchor | AnchorLoaded | Staged | NotStaged | Classified
+    | Written | ValuesLost | Created | NotCreated | Encoded | Gathered | EncodeFailed
 )  # fmt: skip

@@ -13,6 +13,7 @@ from pathlib import Path
 from deltarefit import safetensors_layout as layout
 from deltarefit.elements import Elements
 from deltarefit.errors import FormatError, IntegrityError, NotFoundError, UsageError
+from deltarefit.exchange import WholeTensors
 from deltarefit.localfiles import disk_errors, mapped
 from deltarefit.manifest import Catalog
 
@@ -48,7 +49,7 @@ class _WeightFile:
     identity: _Identity
 
 
-class CheckpointSource:
+class CheckpointSource(WholeTensors):
     """``ports.Source`` over finished safetensors files, read through memory maps. Thread-safe; holds no
     file open.
 

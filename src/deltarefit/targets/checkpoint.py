@@ -28,10 +28,11 @@ from deltarefit.localfiles import (
     fsync_directory,
     mapped,
     remove_leftovers,
+    take_lock,
     write_durably,
 )
 from deltarefit.manifest import Catalog, Header
-from deltarefit.targets.directory_state import DirectorySpool, claim, refuse_foreign, remove_tree, take_lock
+from deltarefit.targets.directory_state import DirectorySpool, claim, refuse_foreign, remove_tree
 
 STATE_DIRECTORY = ".deltarefit"
 
@@ -90,7 +91,7 @@ class CheckpointTarget:
         if not self._state.exists():
             refuse_foreign(self._root)
         (self._state / "spool").mkdir(parents=True, exist_ok=True)
-        self._stack.callback(os.close, take_lock(self._state / "lock"))
+        self._stack.callback(os.close, take_lock(self._state / "lock", self._state.parent))
         for directory in (self._state, self._state / "spool"):
             remove_leftovers(directory)
         fsync_directory(self._state)

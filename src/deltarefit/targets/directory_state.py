@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from deltarefit.errors import StorageFullError, UnavailableError, UsageError
+from deltarefit.errors import StorageFullError, UsageError
 from deltarefit.localfiles import FULL, disk_error, disk_errors, fsync_directory, write_durably
 from deltarefit.safetensors_layout import FileLayout
 
@@ -45,30 +44,6 @@ class DirectorySpool:
         if not _SPOOL_NAME.fullmatch(name):
             raise UsageError("bad spool name", expected="hex digits and dots", found=repr(name)[:80])
         return self._directory / name
-
-
-def take_lock(path: Path) -> int:
-    """Lock the file and write our pid into it; the lock lives as long as the descriptor that is returned.
-
-    Raises ``UnavailableError`` that names the owner's pid. Never waits.
-    """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, str(os.getpid()).encode(), 0)
-    except BlockingIOError as error:
-        owner = os.pread(handle, 20, 0).decode(errors="replace") or "unknown"
-        os.close(handle)
-        raise UnavailableError(
-            f"{path.parent.parent} is in use",
-            found=f"process {owner}, or a child it forked",
-            next_step="Stop it, or give another directory.",
-        ) from error
-    except OSError:
-        os.close(handle)
-        raise
-    return handle
 
 
 def refuse_foreign(root: Path, names: Iterable[str] = (), *, weights: bool = True) -> None:

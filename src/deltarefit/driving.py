@@ -1,0 +1,165 @@
+"""Drives one rank's machine through one attempt: carries out its actions and answers with what came of them.
+
+The coordinator (rank 0) and every other producer go through here; which one it is only the machine knows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from deltarefit.anchors import seal_anchor
+from deltarefit.creating import create_record
+from deltarefit.errors import AttemptLostError, IntegrityError, NotFoundError, UnavailableError
+from deltarefit.manifest import Intent
+from deltarefit.protocol import coordinator, producer
+from deltarefit.protocol import messages as m
+from deltarefit.records import Digest, Record
+from deltarefit.runlog import RunLog, attempt_key
+from deltarefit.share import Share
+from deltarefit.trainers import Closing, Opening, Report, Trainers
+
+Machine = TypeVar("Machine", coordinator.Coordinator, producer.Producer)
+LOOK_S = 1.0
+"""Between two looks at the register while something else is waited for."""
+MAY_FAIL = (m.Encode, m.Gather, m.AwaitOutcome)
+"""Actions whose errors close the attempt with ABORT; the error is raised afterwards."""
+
+
+class Driver:
+    """One attempt of one rank. ``reports`` are what was gathered (rank 0), or this rank's own."""
+
+    def __init__(self, log: RunLog, trainers: Trainers, share: Share, step: int, taken: Callable[[], None]) -> None:
+        self._log, self._trainers, self._share = log, trainers, share
+        self._step, self._taken = step, taken
+        self._looked_at = 0.0
+        self.reports: list[Report] = []
+        self.wire_bytes = 0
+
+    def run(self, machine: Machine) -> Machine:
+        """The machine in its last phase. Raises the error that ended the attempt, once the attempt is closed, and
+        ``UnavailableError`` if its outcome could not be learnt."""
+        machine, actions = machine.start()
+        queue: deque[m.Action] = deque(actions)
+        error: Exception | None = None
+        while queue:
+            action = queue.popleft()
+            try:
+                event = self._do(action)
+            except Exception as failure:
+                if machine.phase is coordinator.Phase.COMMITTING:
+                    raise _unknown(machine.number, failure) from failure
+                if error is not None:
+                    raise error from failure  # closing the attempt failed too: the next publish does it
+                if not isinstance(action, MAY_FAIL):
+                    raise
+                error, event = failure, m.EncodeFailed(f"{type(failure).__name__}: {failure}"[:1000])
+            machine, actions = machine.on(event)
+            queue.extend(actions)
+        if error is not None and machine.phase is not producer.Phase.COMMITTED:
+            raise error
+        return machine
+
+    # ------------------------------------------------------------------------------------ actions
+
+    def _do(self, action: m.Action) -> m.Event:
+        if isinstance(action, m.ReadAttempt):
+            return m.AttemptRead(self._log.attempt(action.number))
+        if isinstance(action, m.ReadManifest):
+            return m.ManifestRead(self._log.manifest(action.number, action.producer))
+        if isinstance(action, m.CreateIntent):
+            return self._create(action.intent.attempt, "intent", action.intent)
+        if isinstance(action, m.CreateManifest):
+            return self._create(action.manifest.attempt, f"p/{action.manifest.producer}", action.manifest)
+        if isinstance(action, m.CreateOutcome):
+            return self._create(action.outcome.attempt, "outcome", action.outcome)
+        if isinstance(action, m.Encode):
+            return self._encode(action.intent)
+        if isinstance(action, m.Gather):
+            return self._gather(action.intent)
+        if isinstance(action, m.AwaitOutcome):
+            return self._await_outcome(action.number)
+        raise IntegrityError(f"the machine asked for {type(action).__name__}")
+
+    def _create(self, number: int, name: str, record: Record) -> m.Event:
+        self.wire_bytes += len(record.to_bytes())
+        return create_record(self._log, number, name, record)
+
+    def _encode(self, intent: Intent) -> m.Event:
+        if self._trainers.rank == 0:
+            self._trainers.open(Opening(self._step, (intent,)))
+        self._share.watch = lambda: self._stop_if_decided(intent.attempt)
+        self.reports = [self._share.make(intent, self._step, self._taken)]
+        return m.Encoded(self.reports[0].manifest)
+
+    def _gather(self, intent: Intent) -> m.Event:
+        """Rank 0: what the others made, then the anchor if this is one."""
+        for rank in range(1, self._trainers.size):
+            found = self._report_of(rank, intent.attempt)
+            if isinstance(found, m.AttemptRead):
+                return found
+            self.reports.append(found)
+        anchor = self._seal_anchor(intent) if intent.base == 0 else self._newest_anchor()
+        return m.Gathered(tuple(report.manifest for report in self.reports), anchor)
+
+    def _report_of(self, rank: int, number: int) -> Report | m.AttemptRead:
+        def ready() -> Report | m.AttemptRead | None:
+            return self._trainers.reported(rank) or self._decided(number)
+
+        return self._trainers.wait(ready, rank, f"the manifest of rank {rank} for attempt {number}")
+
+    def _seal_anchor(self, intent: Intent) -> int:
+        refs = [ref for report in self.reports for ref in report.anchored]
+        digest = sum((report.manifest.part for report in self.reports), Digest())
+        anchor = seal_anchor(self._log, intent.attempt, digest, refs, self._share.source.files())
+        self.wire_bytes += len(anchor.to_bytes()) + sum(file.size for file in anchor.files)
+        return intent.attempt
+
+    def _newest_anchor(self) -> int:
+        found = self._log.newest_anchor()
+        return found[0].version if found else 0
+
+    def _await_outcome(self, number: int) -> m.Event:
+        """Other ranks: sealed is said to rank 0, and its word that it is done is awaited; the register is looked at now
+        and then all the same, for anyone may have closed the attempt."""
+        self._trainers.report(self.reports[0])
+
+        def ready() -> Closing | m.AttemptRead | None:
+            return self._trainers.closed() or self._decided(number)
+
+        found = self._trainers.wait(ready, 0, f"the outcome of attempt {number}")
+        if isinstance(found, m.AttemptRead):
+            return found
+        read = m.AttemptRead(self._log.attempt(number))
+        if read.attempt.outcome is None:
+            raise UnavailableError(f"rank 0 gave attempt {number} up", next_step="Look at its log, then publish again.")
+        return read
+
+    # ------------------------------------------------------------------------------------ the register
+
+    def _decided(self, number: int) -> m.AttemptRead | None:
+        """The attempt, if somebody decided it; looked at once in ``LOOK_S``."""
+        if time.monotonic() - self._looked_at < LOOK_S:
+            return None
+        self._looked_at = time.monotonic()
+        try:
+            self._log.store.size(attempt_key(number, "outcome"))
+        except (NotFoundError, UnavailableError):
+            return None
+        return m.AttemptRead(self._log.attempt(number))
+
+    def _stop_if_decided(self, number: int) -> None:
+        """Encoding for an attempt that is over helps nobody."""
+        self._trainers.beat()
+        if self._trainers.size > 1 and (found := self._decided(number)) and found.attempt.outcome:
+            reason = found.attempt.outcome.reason or "decided by another publisher"
+            raise AttemptLostError(f"attempt {number} ended meanwhile: {reason}", next_step="Publish again.")
+
+
+def _unknown(number: int, failure: Exception) -> UnavailableError:
+    return UnavailableError(
+        f"the outcome of attempt {number} is unknown: {failure}",
+        next_step="Publish again: the next publish finds out what became of it.",
+    )

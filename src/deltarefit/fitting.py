@@ -1,0 +1,157 @@
+"""Find the few strided boxes that a table of positions consists of, exactly and fast.
+
+Bottom up: elements that follow each other at equal distances on both sides form runs; runs of one kind that follow each
+other at equal distances form rows of runs, and so on, until nothing joins any more (``joining``). Each step compares
+every element, so what comes out holds by construction. Where whole rows of a tensor differ only by where they start,
+which is nearly always so, only one of them is taken apart.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+from deltarefit.boxes import Box, Dim, NotAffineError, box_of, glued, ordered
+from deltarefit.errors import UsageError
+from deltarefit.joining import Blocks, Positions, Stretches, block_stretches, element_stretches, joined, too_many
+
+LIMIT = 64
+"""Most boxes of one fit."""
+_CHUNK = 1 << 15
+"""Elements looked at together: their differences stay in a core's cache."""
+_SHORT = 16
+"""Rows of fewer elements are not worth comparing."""
+
+
+def fit(positions: npt.NDArray[np.int64], limit: int = LIMIT) -> tuple[Box, ...]:
+    """The boxes of an int64 array in canonical shape that holds local flat positions, or -1 for "not from here".
+
+    Together they carry every position >= 0 to where it stands, and nothing else. Local strides are never negative;
+    canonical strides are positive and descend. Raises ``NotAffineError`` if more than ``limit`` boxes were needed.
+    """
+    if positions.dtype != np.int64:
+        raise UsageError("positions are not int64", found=positions.dtype)
+    whole = np.ascontiguousarray(positions)
+    if whole.ndim >= 2 and whole.shape[-1] >= _SHORT and whole.size:
+        rows = _row_blocks(whole.reshape(-1, whole.shape[-1]), limit)
+        if rows is not None and (boxes := _by_rows(rows, limit)) is not None:
+            return boxes
+    return tuple(_fewest(element_stretches(whole.reshape(-1)), [()], limit))
+
+
+def fit_pairs(canonical: Positions, local: Positions, limit: int = LIMIT) -> tuple[Box, ...]:
+    """``fit`` of (canonical, local) pairs whose canonical positions ascend strictly."""
+    elements = Blocks(canonical, local, np.zeros(len(canonical), np.int64), [()])
+    return tuple(_fewest(block_stretches(elements), [()], limit))
+
+
+def _fewest(stretches: Stretches, kinds: list[tuple[Dim, ...]], limit: int, whole: bool = True) -> list[Box]:
+    """Of a few ways to read ambiguous stretches, the one that needs the fewest boxes."""
+    best: list[Box] | None = None
+    failure = NotAffineError("no boxes")
+    for phase, split in product((0, 1), (False, True)):
+        try:
+            found = _nested(stretches, kinds, limit, phase, split)
+        except NotAffineError as error:
+            failure = error
+            continue
+        found = glued(found) if whole else found
+        if best is None or len(found) < len(best):
+            best = found
+        if len(best) <= 1:
+            break
+    if best is None or len(best) > limit:
+        raise failure
+    return best
+
+
+def _nested(stretches: Stretches, kinds: list[tuple[Dim, ...]], limit: int, phase: int, split: bool) -> list[Box]:
+    """Blocks joined level by level until nothing joins any more."""
+    blocks, before = joined(stretches, kinds, limit, phase, split), -1
+    while 1 < len(blocks) != before:
+        before = len(blocks)
+        blocks = joined(block_stretches(blocks), blocks.kinds, limit, phase, split)
+    if len(blocks) > 4 * limit:
+        raise too_many(blocks, limit)
+    starts = zip(blocks.there.tolist(), blocks.here.tolist(), blocks.kind.tolist(), strict=True)
+    return [ordered(box_of(blocks.kinds[kind], local, canonical)) for canonical, local, kind in starts]
+
+
+def _by_rows(rows: Blocks, limit: int) -> tuple[Box, ...] | None:
+    try:
+        boxes = _fewest(block_stretches(rows), rows.kinds, limit)
+    except NotAffineError:
+        return None
+    return tuple(boxes)
+
+
+def _row_blocks(table: Positions, limit: int) -> Blocks | None:
+    """The boxes of each row as blocks; None if rows follow too many patterns for that to be the short way."""
+    rows, fresh = _patterns(table)
+    leaders = rows[fresh]
+    if len(leaders) > max(limit, len(rows) // 8):
+        return None
+    known: dict[bytes, int] = {}
+    patterns = [known.setdefault(_relative(table[row]).tobytes(), len(known)) for row in leaders.tolist()]
+    if len(known) > limit:
+        return None
+    pattern = np.array(patterns, np.int64)[np.cumsum(fresh) - 1]
+    parts, kinds = [], list[tuple[Dim, ...]]()
+    for number in range(len(known)):
+        members = rows[pattern == number]
+        try:
+            boxes = _fewest(element_stretches(table[members[0]]), [()], limit, whole=False)
+        except NotAffineError:
+            return None
+        for box in boxes:
+            kinds.append(box.dims)
+            start = members * table.shape[1] + box.canonical
+            parts.append((start, table.reshape(-1)[start], np.full(len(members), kinds.index(box.dims))))
+    return _in_order(parts, kinds)
+
+
+def _in_order(parts: list[tuple[Positions, Positions, Positions]], kinds: list[tuple[Dim, ...]]) -> Blocks:
+    if not parts:
+        none = np.zeros(0, np.int64)
+        return Blocks(none, none, none, [()])
+    canonical, local, kind = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.argsort(canonical)
+    return Blocks(canonical[order], local[order], kind[order], kinds)
+
+
+def _relative(row: Positions) -> Positions:
+    """Equal for rows that differ only by where they start. At least one position is valid."""
+    valid = row >= 0
+    return np.where(valid, row - row[valid.argmax()], np.iinfo(np.int64).min)
+
+
+def _patterns(table: Positions) -> tuple[Positions, npt.NDArray[np.bool_]]:
+    """Rows that hold any position, and which of them is not the one before shifted by a constant."""
+    height = max(1, _CHUNK // table.shape[1])
+    kept, fresh, last = [], [], table[:0]
+    for start in range(0, len(table), height):
+        part = table[start : start + height]
+        dense = part.min() >= 0
+        rows = np.arange(len(part)) if dense else np.flatnonzero((part >= 0).any(axis=1))
+        both = np.concatenate([last, part[rows] if len(rows) < len(part) else part])
+        alike = _alike(both[1:], both[:-1], dense=bool(dense and last.min(initial=0) >= 0))
+        kept.append(rows + start)
+        fresh.append(~alike if len(last) else np.concatenate([[True], ~alike])[: len(rows)])
+        last = both[-1:]
+    return np.concatenate(kept), np.concatenate(fresh)
+
+
+def _alike(rows: Positions, before: Positions, dense: bool) -> npt.NDArray[np.bool_]:
+    """Which rows are the ones before shifted by a constant."""
+    apart = rows - before
+    if dense:
+        return _all(apart == apart[:, :1])
+    valid = rows >= 0
+    lead = np.take_along_axis(apart, valid.argmax(axis=1)[:, None], axis=1)
+    return _all(((apart == lead) | ~valid) & (valid == (before >= 0)))
+
+
+def _all(table: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    return np.asarray(table.all(axis=1))

@@ -1,0 +1,200 @@
+"""The baseline of one producer among several: the head's bits of its own pieces, moved along the log.
+
+After a COMMIT its own payloads are applied to it. Whatever else happened (a restart, another sharding, a torn or
+damaged baseline) it is rebuilt by canonical position: newest anchor, then every delta of the chain as far as it touches
+the pieces. Nothing here is trusted for long: the digest of all elements it owns goes into the next manifest, and the
+sum over all producers must be the digest that the log states for the base before anything is committed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from deltarefit import _kernel
+from deltarefit.codec import ADD, XOR, Delta, open_payload
+from deltarefit.digest import catalog_keys
+from deltarefit.elements import Elements
+from deltarefit.errors import AttemptLostError, NotFoundError
+from deltarefit.events import Emit, Event
+from deltarefit.manifest import Header, PayloadRef, State
+from deltarefit.pieces import Piece, layout_of
+from deltarefit.ports import Store
+from deltarefit.protocol.messages import Attempt
+from deltarefit.records import Digest
+from deltarefit.runlog import RunLog, anchor_prefix, payload_prefix
+from deltarefit.shards import ShardBits
+from deltarefit.weights import SEGMENT_BYTES
+
+
+class ShardBaseline:
+    """``ports.Baseline`` of ``pieces`` (sorted) of a run. ``store`` serves payloads: the log's, or a cache of it."""
+
+    def __init__(self, log: RunLog, pieces: Sequence[Piece], bits: ShardBits, store: Store, emit: Emit) -> None:
+        self._log, self._pieces, self._bits, self._emit = log, pieces, bits, emit
+        self._payloads = log.over(store)
+        self._keys = catalog_keys(log.run, log.catalog)
+        self._layout = layout_of(pieces)
+        self._incarnation = secrets.token_hex(8)
+        self._of_tensor: dict[int, list[int]] = {}
+        for number, piece in enumerate(pieces):
+            self._of_tensor.setdefault(piece.tensor, []).append(number)
+        bits.claim([(piece.length, log.catalog.tensors[piece.tensor].width) for piece in pieces])
+        self._header = self._believable()
+
+    @property
+    def part(self) -> Digest:
+        """Digest of all elements it owns, at the version it holds."""
+        return self._header.digest
+
+    @contextmanager
+    def read(self, piece: int, start: int, stop: int) -> Iterator[Elements]:
+        """Elements [start, stop) of a piece."""
+        yield self._bits.array(piece)[start:stop]
+
+    def take(self, piece: int, start: int, values: Elements) -> None:
+        """Bits that are on their way into an anchor; they count once ``adopt`` says so."""
+        if self._header.state is not State.UNKNOWN:
+            self._write(State.UNKNOWN, 0, Digest())
+        self._bits.array(piece)[start : start + values.size] = values
+
+    def adopt(self, version: int, part: Digest) -> None:
+        """What was taken is committed as ``version``."""
+        self._write(State.CLEAN, version, part)
+
+    def move(self, version: int) -> None:
+        """Hold exactly the bits of committed ``version``, which is the head. Raises ``AttemptLostError`` if the head is
+        another, ``NotFoundError`` if nothing leads there."""
+        head = self._log.head()
+        if head is None or head.number != version:
+            found = head.number if head else "none"
+            raise AttemptLostError("another publisher moved the head", expected=version, found=found)
+        if self._header.state is not State.CLEAN or self._header.version > version:
+            self._rebuild()
+        commits = list(self._log.commits(self._header.version + 1))
+        for commit in commits:
+            self._apply(commit)
+
+    def doubt(self) -> None:
+        """Its bits were proven wrong: forget them, the next ``move`` rebuilds."""
+        self._emit(Event("diverged", version=self._header.version, text="the baseline is wrong: rebuilding it"))
+        self._write(State.UNKNOWN, 0, Digest())
+
+    def close(self) -> None:
+        """Let go of memory or file."""
+        self._bits.close()
+
+    # ------------------------------------------------------------------------------------ header
+
+    def _believable(self) -> Header:
+        """What the header says, if it is of this run and these pieces and its digest is that of the bits."""
+        header = self._bits.read_header()
+        ours = header is not None and (header.run, header.catalog) == (self._log.run, self._layout)
+        if header is not None and ours and header.state is State.CLEAN and self._digest() == header.digest:
+            return header
+        return self._new_header(State.UNKNOWN, 0, Digest())
+
+    def _new_header(self, state: State, version: int, digest: Digest, target: int = 0) -> Header:
+        return Header(self._log.run, self._layout, state, version, target, digest, 0, self._incarnation)
+
+    def _write(self, state: State, version: int, digest: Digest, target: int = 0) -> None:
+        self._header = self._new_header(state, version, digest, target)
+        self._bits.write_header(self._header)
+
+    def _digest(self) -> Digest:
+        return sum((self._piece_digest(number) for number in range(len(self._pieces))), Digest())
+
+    def _piece_digest(self, number: int) -> Digest:
+        piece, array = self._pieces[number], self._bits.array(number)
+        step, origin = SEGMENT_BYTES // array.itemsize, piece.origin
+        parts = (
+            _kernel.digest(array[at : at + step], origin + at, self._keys[piece.tensor], piece.rows)
+            for at in range(0, piece.length, step)
+        )
+        return sum((Digest(*part) for part in parts), Digest())
+
+    # ------------------------------------------------------------------------------------ moving
+
+    def _apply(self, commit: Attempt) -> None:
+        """One version further: own payloads if this layout made any, else whatever touches the pieces."""
+        own = [manifest for manifest in commit.manifests if manifest.layout == self._layout]
+        before = self._header
+        self._write(State.DIRTY, before.version, before.digest, commit.number)
+        refs = own[0].payloads if len(own) == 1 else commit.payloads
+        self._set(payload_prefix(commit.number), self._touching(refs), "baseline", commit.number)
+        self._write(State.CLEAN, commit.number, own[0].part if len(own) == 1 else self._digest())
+
+    def _rebuild(self) -> None:
+        found = self._log.newest_anchor()
+        if found is None:
+            raise NotFoundError("nothing to rebuild the baseline from: the run has no anchor")
+        anchor = found[0]
+        self._emit(Event("baseline", "seed", anchor.version, text=f"rebuilding from anchor {anchor.version}"))
+        self._write(State.UNKNOWN, 0, Digest())
+        self._set(anchor_prefix(anchor.version) + "pl/", self._touching(anchor.payloads), "seed", anchor.version)
+        self._write(State.CLEAN, anchor.version, self._digest())
+
+    def _touching(self, refs: Sequence[PayloadRef]) -> list[PayloadRef]:
+        """Payloads that may hold something of the pieces: by the range of tensors that each covers."""
+        owned = sorted(self._of_tensor)
+        return [ref for ref in refs if bisect.bisect_left(owned, ref.first) < bisect.bisect_right(owned, ref.last)]
+
+    def _set(self, prefix: str, refs: Sequence[PayloadRef], phase: str, version: int) -> None:
+        total, done = sum(ref.size for ref in refs), 0
+        for ref in refs:
+            opened = partial(open_payload, ref=ref, catalog=self._log.catalog)
+            for delta in self._payloads.fetch(prefix + ref.sha256, opened):
+                for number in self._of_tensor.get(delta.tensor, ()):
+                    write_into(self._pieces[number], self._bits.array(number), delta)
+            done += ref.size
+            self._emit(Event("progress", phase, version, done=done, total=total))
+
+
+def write_into(piece: Piece, array: Elements, delta: Delta) -> None:
+    """Carry out what a delta says of the elements of ``piece``, which ``array`` holds in order."""
+    if (start := _within(piece, delta)) is not None:
+        local = delta.local(start)
+        _kernel.apply(local.record, local.slices, array, start)
+        return
+    first, last = piece.offset, piece.position(piece.length - 1)
+    if delta.high <= first or delta.low > last:
+        return
+    positions, values = _kernel.decode(delta.record, delta.slices)
+    index, chosen = _inside(piece, positions, values, delta.low)
+    if delta.operation == XOR:
+        array[index] ^= chosen
+    elif delta.operation == ADD:
+        array[index] += chosen
+    else:
+        array[index] = chosen
+
+
+def _within(piece: Piece, delta: Delta) -> int | None:
+    """Where in the piece's own order the delta begins, if it lies in it whole."""
+    if delta.rows != piece.rows:
+        return None
+    start = delta.start - piece.origin
+    return start if start >= 0 and start + delta.length <= piece.length else None
+
+
+def _inside(
+    piece: Piece, positions: npt.NDArray[np.uint64], values: Elements, low: int
+) -> tuple[npt.NDArray[np.int64], Elements]:
+    """Those of ascending canonical ``positions`` (from ``low``) that the piece holds, as indices into it."""
+    first, last = piece.offset - low, piece.position(piece.length - 1) - low
+    a = int(np.searchsorted(positions, np.uint64(max(first, 0))))
+    b = int(np.searchsorted(positions, np.uint64(last), side="right"))
+    at = positions[a:b].astype(np.int64) - first
+    if piece.flat:
+        return at, values[a:b]
+    pitch = piece.pitch or last - first + 1
+    row, rest = at // pitch, at % pitch
+    column, off = rest // piece.step, rest % piece.step
+    good = (off == 0) & (column < piece.run)
+    return (row * piece.run + column)[good], values[a:b][good]

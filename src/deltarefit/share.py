@@ -1,0 +1,119 @@
+"""One producer's share of an attempt: its own pieces diffed, encoded and uploaded, and the manifest that says so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from deltarefit.encoding import SegmentEncoder
+from deltarefit.errors import DigestMismatch, IntegrityError
+from deltarefit.events import Emit, Event
+from deltarefit.manifest import Intent, PayloadRef, ProducerManifest
+from deltarefit.pieces import layout_of
+from deltarefit.pipeline import EncodeSegment, Upload, counted, upload_segments
+from deltarefit.ports import Baseline, Source, Store
+from deltarefit.records import Digest
+from deltarefit.runlog import RunLog, anchor_prefix, payload_prefix
+from deltarefit.trainers import Report
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a share is made. ``payload_bytes`` and ``ahead_bytes`` as in ``pipeline``; ``prove`` as in ``Publisher``."""
+
+    threads: int
+    payload_bytes: int
+    ahead_bytes: int
+    prove: bool
+
+
+@dataclass
+class Share:
+    """Makes this rank's share, publish after publish. ``store`` remembers what it took until the baseline has it;
+    ``watch`` is called again and again meanwhile and may raise to stop it."""
+
+    log: RunLog
+    store: Store
+    source: Source
+    baseline: Baseline
+    options: Options
+    emit: Emit
+    watch: Callable[[], None] = lambda: None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def make(self, intent: Intent, step: int, taken: Callable[[], None]) -> Report:
+        """Everything up to the manifest. ``taken`` is called when the source's bits are read and may change again."""
+        self.seconds.clear()
+        with ExitStack() as held:
+            held.enter_context(self.source.hold())
+
+            def release() -> None:
+                held.pop_all().close()
+                taken()
+
+            return self._anchor(intent, step, release) if intent.base == 0 else self._delta(intent, step, release)
+
+    def _delta(self, intent: Intent, step: int, taken: Callable[[], None]) -> Report:
+        self.timed("prepare", lambda: self.baseline.move(intent.base))
+        encoder = self._encoder(self.options.prove)
+        refs = self._upload(encoder.delta, payload_prefix(intent.attempt), taken)
+        part = self.baseline.part + sum((ref.post - ref.pre for ref in refs), Digest())
+        try:
+            encoder.check(part)
+        except DigestMismatch:
+            self.baseline.doubt()
+            raise
+        return self._report(intent, step, part, refs, (), encoder.changed)
+
+    def _anchor(self, intent: Intent, step: int, taken: Callable[[], None]) -> Report:
+        """The first version has nothing to apply to: it is an anchor, with manifests that list no payload."""
+        encoder = self._encoder(prove=False)
+        refs = self._upload(encoder.whole, anchor_prefix(intent.attempt) + "pl/", taken)
+        part = sum((ref.post for ref in refs), Digest())
+        return self._report(intent, step, part, (), refs, encoder.changed)
+
+    def _encoder(self, prove: bool) -> SegmentEncoder:
+        return SegmentEncoder(self.log.run, self.log.catalog, self.source, self.baseline, prove)
+
+    def _report(
+        self,
+        intent: Intent,
+        step: int,
+        part: Digest,
+        refs: tuple[PayloadRef, ...],
+        anchored: tuple[PayloadRef, ...],
+        changed: int,
+    ) -> Report:
+        run, rank, layout = self.log.run, self.source.exchange.rank, layout_of(self.source.pieces)
+        manifest = ProducerManifest(run, intent.attempt, intent.base, rank, step, part, layout, refs)
+        wire_bytes = sum(ref.size for ref in (*refs, *anchored))
+        return Report(manifest, anchored, changed, wire_bytes)
+
+    def _upload(self, encode: EncodeSegment, prefix: str, taken: Callable[[], None]) -> tuple[PayloadRef, ...]:
+        catalog, options = self.log.catalog, self.options
+        extents = [(piece.length, catalog.tensors[piece.tensor].width) for piece in self.source.pieces]
+        upload = Upload(self.store, prefix, options.payload_bytes, options.ahead_bytes)
+        segments = counted(extents, "encode", 0, self._progress)
+        refs: list[PayloadRef] = []
+        self.timed("encode", lambda: refs.extend(upload_segments(segments, encode, upload, options.threads, taken)))
+        self._check_stored(prefix, refs)
+        return tuple(refs)
+
+    def _progress(self, event: Event) -> None:
+        self.watch()
+        self.emit(event)
+
+    def _check_stored(self, prefix: str, refs: list[PayloadRef]) -> None:
+        """Rule (4) of protocol §3.5: every payload is in the store at its full length before COMMIT."""
+        for ref in refs:
+            if (found := self.log.store.size(prefix + ref.sha256)) != ref.size:
+                raise IntegrityError("a payload was stored short", expected=ref.size, found=found)
+
+    def timed(self, phase: str, work: Callable[[], None]) -> None:
+        """Do it, and say how long it took."""
+        started = time.perf_counter()
+        work()
+        self.seconds[phase] = time.perf_counter() - started
+        self.emit(Event("phase", phase, seconds=self.seconds[phase]))

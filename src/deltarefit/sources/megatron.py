@@ -1,0 +1,256 @@
+"""A Megatron-Core trainer as a source: every rank publishes its own shards, and nothing is gathered.
+
+The rank's place comes from Megatron's parallel state, the numbers of fused tensors from its ``TransformerConfig``, the
+names from a table of rules (``megatron_names``); ``megatron_plan`` puts them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from deltarefit.errors import UsageError
+from deltarefit.manifest import TensorEntry
+from deltarefit.ports import Exchange
+from deltarefit.sources.dtypes import DTYPES
+from deltarefit.sources.megatron_catalog import agree
+from deltarefit.sources.megatron_kinds import Layout, Numbers
+from deltarefit.sources.megatron_layouts import Cut, DeltaNet, Heads, Mamba
+from deltarefit.sources.megatron_names import Table, table
+from deltarefit.sources.megatron_plan import Chunk, Planned, canonical_shapes, plan
+from deltarefit.sources.process_group import default_exchange
+from deltarefit.sources.tensors import Part, TensorSource
+
+KEPT = {"*.e_score_correction_bias": torch.float32}
+"""Canonical dtypes of tensors that are not stored like the others, by pattern of their names."""
+
+
+class MegatronSource(TensorSource):
+    """``ports.Source`` of one rank: the chunks of ``GPTModel`` or ``MambaModel`` that it trains, wrapped or not.
+
+    ``hf_config`` is the Hugging Face configuration of the checkpoint, as an object or a mapping: its ``model_type``
+    picks the name table, its ``vocab_size`` says where padding begins. ``names``: "auto", another family, or rules of
+    one's own; the first that fits counts. ``dtype`` is that of all canonical floating-point tensors, but for those that
+    ``dtypes`` names by pattern; parameters of another one are cast before they are compared. Expert biases stay
+    float32 unless ``dtypes`` says otherwise. ``config`` None: the model's own.
+
+    Parameters and persistent buffers are published; each element by one of the ranks that hold it, found without
+    communication. With several pipeline stages or expert-parallel ranks the catalog is agreed on over ``exchange``.
+    Raises ``UsageError`` that names every tensor whose place in the checkpoint is not known.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        *,
+        hf_config: Any,
+        names: str | Table = "auto",
+        dtype: torch.dtype = torch.bfloat16,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        files: Mapping[str, bytes] | Callable[[], Mapping[str, bytes]] | None = None,
+        exchange: Exchange | None = None,
+        config: Any = None,
+    ) -> None:
+        chunks = [_unwrapped(one) for one in ([model] if isinstance(model, torch.nn.Module) else model)]
+        config, hf_config = config or chunks[0].config, _text_config(hf_config)
+        layout = layout_of(numbers_of(config, hf_config, chunks))
+        rules = table(names, _get(hf_config, "model_type"))
+        held = [list(_tensors(chunk)) for chunk in chunks]
+        planned = [
+            plan(layout, _chunk(chunk, own), rules, dtype.itemsize) for chunk, own in zip(chunks, held, strict=True)
+        ]
+        exchange = exchange or default_exchange()
+        stored = _Stored(dtype, (*(dtypes or {}).items(), *KEPT.items()))
+        pairs = [(one, tensor) for ones, own in zip(planned, held, strict=True) for one, tensor in _joined(ones, own)]
+        catalog = agree(_entries(pairs, stored), layout, exchange)
+        super().__init__(_parts(pairs, stored), catalog, exchange, files=files)
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A parameter or persistent buffer: where the model keeps it, so that it is found again if it was rebound."""
+
+    name: str
+    owner: torch.nn.Module
+    leaf: str
+    buffer: bool
+
+    def now(self) -> torch.Tensor:
+        tensor = getattr(self.owner, self.leaf)
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What dtype a canonical tensor has; the first pattern that fits counts."""
+
+    dtype: torch.dtype
+    special: Sequence[tuple[str, torch.dtype]]
+
+    def of(self, name: str, local: torch.dtype) -> torch.dtype:
+        if not local.is_floating_point:
+            return local
+        return next((dtype for pattern, dtype in self.special if fnmatchcase(name, pattern)), self.dtype)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Adds to every element, in the trainer's own precision, and casts."""
+
+    add: int
+    dtype: torch.dtype
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor + self.add if self.add else tensor).to(self.dtype)
+
+
+def layout_of(numbers: Numbers) -> Layout:
+    """This rank's place, from Megatron's parallel state, which must be initialised."""
+    from megatron.core import parallel_state as mpu
+
+    return Layout(
+        numbers,
+        tp=Cut(mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()),
+        pp=Cut(mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()),
+        dp=Cut(mpu.get_data_parallel_rank(True), mpu.get_data_parallel_world_size(True)),
+        ep=Cut(mpu.get_expert_model_parallel_rank(), mpu.get_expert_model_parallel_world_size()),
+        etp=Cut(mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()),
+        edp=Cut(mpu.get_expert_data_parallel_rank(), mpu.get_expert_data_parallel_world_size()),
+    )
+
+
+def numbers_of(config: Any, hf_config: Any, chunks: Sequence[Any]) -> Numbers:
+    """The numbers of a model, from its ``TransformerConfig``; the real vocabulary from the checkpoint's."""
+    if getattr(config, "heterogeneous_block_specs", False):
+        raise UsageError("layers of different sizes are not known", found="heterogeneous_block_specs")
+    tied = any(getattr(chunk, "share_embeddings_and_output_weights", False) for chunk in chunks)
+    if tied != bool(_get(hf_config, "tie_word_embeddings", False)):
+        raise UsageError(
+            "model and checkpoint disagree whether the output layer is tied to the embedding",
+            expected=f"tie_word_embeddings={tied} as in the model",
+            found=not tied,
+        )
+    heads = Heads(
+        config.num_attention_heads,
+        config.num_query_groups or config.num_attention_heads,
+        config.kv_channels,
+        bool(getattr(config, "attention_output_gate", False)),
+    )
+    return Numbers(
+        vocab=int(_get(hf_config, "vocab_size")),
+        layers=config.num_layers,
+        attention=heads,
+        gated=config.gated_linear_unit,
+        tied=tied,
+        centred=config.layernorm_zero_centered_gamma,
+        experts=config.num_moe_experts or 0,
+        interleave=getattr(config, "moe_mlp_glu_interleave_size", None) or 0,
+        q_lora=getattr(config, "q_lora_rank", None) or 0,
+        kv_lora=(getattr(config, "kv_lora_rank", None) or 0) + (getattr(config, "qk_pos_emb_head_dim", None) or 0),
+        delta=_delta_net(config),
+        mamba=_mamba(config),
+    )
+
+
+def _delta_net(config: Any) -> DeltaNet | None:
+    names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    key_heads, value_heads, key_dim, value_dim = (getattr(config, name, None) or 0 for name in names)
+    return DeltaNet(key_heads, value_heads, key_dim, value_dim) if key_heads else None
+
+
+def _mamba(config: Any) -> Mamba | None:
+    """Without a number of heads, the mixer is twice as wide as the model."""
+    names = ("mamba_head_dim", "mamba_num_groups", "mamba_state_dim")
+    dim, groups, state = (getattr(config, name, None) for name in names)
+    if not (dim and groups and state):
+        return None
+    return Mamba(getattr(config, "mamba_num_heads", None) or 2 * config.hidden_size // dim, dim, groups, state)
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model itself, out of the wrappers for data parallelism and half precision."""
+    while not hasattr(model, "decoder") and hasattr(model, "module"):
+        model = model.module
+    if not hasattr(model, "decoder"):
+        raise UsageError(
+            "not a Megatron-Core language model",
+            expected="GPTModel or MambaModel, with a decoder",
+            found=type(model).__name__,
+        )
+    return model
+
+
+def _check_world(layout: Layout, exchange: Exchange) -> None:
+    ranks = layout.tp.size * layout.pp.size * layout.dp.size
+    if exchange.size != ranks:
+        raise UsageError(
+            "the ranks that publish are not those that train",
+            expected=f"{ranks} ranks in Megatron's parallel state",
+            found=f"{exchange.size} in the exchange",
+        )
+
+
+def _text_config(hf_config: Any) -> Any:
+    return _get(hf_config, "text_config", None) or hf_config
+
+
+def _get(hf_config: Any, name: str, *default: Any) -> Any:
+    found = hf_config.get(name) if isinstance(hf_config, Mapping) else getattr(hf_config, name, None)
+    if found is None and not default:
+        raise UsageError(
+            f"the Hugging Face configuration has no {name}", next_step="Pass the checkpoint's config.json."
+        )
+    return default[0] if found is None else found
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[_Tensor]:
+    """Every parameter, shared ones once, and every persistent buffer: those are not among the parameters."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        persistent = (leaf for leaf in module._buffers if leaf not in module._non_persistent_buffers_set)
+        for leaf, buffer in (*((leaf, False) for leaf in module._parameters), *((leaf, True) for leaf in persistent)):
+            tensor = getattr(module, leaf)
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield _Tensor(f"{prefix}.{leaf}" if prefix else leaf, module, leaf, buffer)
+
+
+def _chunk(model: Any, held: Sequence[_Tensor]) -> Chunk:
+    shapes = {tensor.name: tuple(tensor.now().shape) for tensor in held}
+    parallel = frozenset(tensor.name for tensor in held if getattr(tensor.now(), "tensor_model_parallel", False))
+    return Chunk(shapes, [layer.layer_number - 1 for layer in model.decoder.layers], parallel)
+
+
+Pair = tuple[Planned, _Tensor]
+
+
+def _joined(planned: Sequence[Planned], held: Sequence[_Tensor]) -> Iterator[Pair]:
+    by_name = {tensor.name: tensor for tensor in held}
+    return ((one, by_name[one.name]) for one in planned)
+
+
+def _entries(pairs: Sequence[Pair], stored: _Stored) -> list[TensorEntry]:
+    """All canonical tensors that this rank has any part of, owned or not."""
+    shapes = canonical_shapes(one for one, _ in pairs)
+    local = {name: tensor.now().dtype for one, tensor in pairs for name in one.shapes}
+    return [TensorEntry(name, DTYPES[stored.of(name, local[name])], shape) for name, shape in sorted(shapes.items())]
+
+
+def _parts(pairs: Sequence[Pair], stored: _Stored) -> list[Part]:
+    return [_part(one, tensor, stored) for one, tensor in pairs if one.map.boxes]
+
+
+def _part(one: Planned, tensor: _Tensor, stored: _Stored) -> Part:
+    """Buffers are small, and Megatron changes the precision of some when it first runs: they are cast as they are
+    fetched."""
+    local = tensor.now().dtype
+    dtype = stored.of(min(one.shapes), local)
+    if tensor.buffer:
+        return Part(one.name, lambda: tensor.now().to(dtype), one.map, Converted(one.add, dtype) if one.add else None)
+    same = local == dtype and not one.add
+    return Part(one.name, tensor.now, one.map, None if same else Converted(one.add, dtype))

@@ -1,0 +1,166 @@
+"""What the ranks of one trainer say to each other about a publish: who owns what, which attempt it is, what each made.
+
+Nothing is decided here: the log decides. All of it is small messages over an ``Exchange``, never a collective, and
+every wait ends: a rank that gives no sign of life for ``deadline_s`` seconds is given up. Working ranks give signs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from deltarefit import errors
+from deltarefit.errors import BaseMismatch, RefitError, UnavailableError
+from deltarefit.manifest import Intent, PayloadRef, ProducerManifest
+from deltarefit.ports import Exchange
+from deltarefit.records import Record
+
+T = TypeVar("T")
+R = TypeVar("R", bound=Record)
+
+
+@dataclass(frozen=True)
+class Verdict(Record):
+    """Rank 0's answer to what all ranks brought: the run, or why they cannot publish together."""
+
+    run: str
+    kind: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Opening(Record):
+    """Rank 0 opened an attempt (one intent), or could not (none, and why)."""
+
+    step: int
+    intents: tuple[Intent, ...]
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Report(Record):
+    """What one rank made: its manifest, the payloads it put into an anchor, and counts."""
+
+    manifest: ProducerManifest
+    anchored: tuple[PayloadRef, ...]
+    changed: int
+    wire_bytes: int
+
+
+@dataclass(frozen=True)
+class Closing(Record):
+    """Rank 0 is done with an attempt: read the register. ``doubt``: the parts did not add up, a baseline is wrong."""
+
+    doubt: bool
+    changed: int
+    wire_bytes: int
+
+
+class Trainers:
+    """This rank among its trainer's ranks. One ``turn`` per publish keeps messages of different publishes apart."""
+
+    def __init__(self, exchange: Exchange, deadline_s: float) -> None:
+        self._exchange, self.deadline_s = exchange, deadline_s
+        self.rank, self.size = exchange.rank, exchange.size
+        self._turn = 0
+        self._beats, self._beat_at = 0, 0.0
+
+    # ------------------------------------------------------------------------------------ meeting
+
+    def meet(self, hello: bytes, judge: Callable[[list[bytes]], str]) -> str:
+        """Bring every rank's ``hello`` to rank 0, where ``judge`` gives the run or raises; all ranks get its answer."""
+        if self.rank:
+            self._exchange.put(f"hello/{self.rank}", hello)
+            verdict = Verdict.from_bytes(self._hear("verdict", 0), "verdict")
+            if verdict.error:
+                raise getattr(errors, verdict.kind, RefitError)(f"rank 0 refused: {verdict.error}")
+            return verdict.run
+        try:
+            run = judge([hello, *(self._hear(f"hello/{rank}", rank) for rank in range(1, self.size))])
+        except Exception as error:
+            text = str(error)[:4000] or "an error"
+            self._exchange.put("verdict", Verdict("", type(error).__name__, text).to_bytes())
+            raise
+        self._exchange.put("verdict", Verdict(run).to_bytes())
+        return run
+
+    # ------------------------------------------------------------------------------------ one publish
+
+    def next_turn(self) -> None:
+        """Another publish begins; the messages of the one before the last are forgotten."""
+        self._turn += 1
+        if self.size > 1 and self.rank == 0 and self._turn > 2:
+            old = self._turn - 2
+            for name in ("opening", "closing", *(f"report/{rank}" for rank in range(1, self.size))):
+                self._exchange.delete(f"{old}/{name}")
+
+    def open(self, opening: Opening) -> None:
+        """Rank 0: say which attempt it is."""
+        self._say("opening", opening)
+
+    def opened(self, step: int) -> Intent:
+        """Other ranks: which attempt it is. Raises if rank 0 could not open one, or publishes another step."""
+        opening = Opening.from_bytes(self._hear(f"{self._turn}/opening", 0), "opening")
+        if not opening.intents:
+            raise UnavailableError(f"rank 0 opened no attempt: {opening.error}", next_step="Publish again.")
+        if opening.step != step:
+            raise BaseMismatch("ranks publish different steps", expected=f"{opening.step} (rank 0)", found=step)
+        return opening.intents[0]
+
+    def report(self, report: Report) -> None:
+        """Other ranks: say what this one made. It is sealed in the log already."""
+        self._say(f"report/{self.rank}", report)
+
+    def reported(self, rank: int) -> Report | None:
+        """Rank 0: what a rank made, if it said so yet."""
+        return self._read(f"report/{rank}", Report)
+
+    def close(self, closing: Closing) -> None:
+        """Rank 0: the attempt is over."""
+        self._say("closing", closing)
+
+    def closed(self) -> Closing | None:
+        """Other ranks: whether rank 0 is done with the attempt."""
+        return self._read("closing", Closing)
+
+    # ------------------------------------------------------------------------------------ waiting
+
+    def beat(self) -> None:
+        """Give a sign of life, at most ten in a deadline."""
+        if self.size > 1 and time.monotonic() - self._beat_at > self.deadline_s / 10:
+            self._beats, self._beat_at = self._beats + 1, time.monotonic()
+            self._exchange.put(f"beat/{self.rank}", str(self._beats).encode())
+
+    def wait(self, ready: Callable[[], T | None], rank: int, what: str) -> T:
+        """What ``ready`` gives once it gives something. Raises ``UnavailableError`` when ``rank``, which is to bring it
+        about, has been silent for the deadline."""
+        heard, heard_at, pause = self._pulse(rank), time.monotonic(), 0.002
+        while (found := ready()) is None:
+            self.beat()
+            if time.monotonic() - heard_at > self.deadline_s / 20 and (pulse := self._pulse(rank)) != heard:
+                heard, heard_at = pulse, time.monotonic()
+            if time.monotonic() - heard_at > self.deadline_s:
+                raise UnavailableError(
+                    f"waited for {what}, and rank {rank} has been silent",
+                    expected=f"a sign of life within {self.deadline_s:g} s",
+                    next_step="Look at that rank's log; restart the trainer, then publish again.",
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.1, self.deadline_s / 20)
+        return found
+
+    def _pulse(self, rank: int) -> bytes | None:
+        return self._exchange.get(f"beat/{rank}")
+
+    def _hear(self, key: str, rank: int) -> bytes:
+        return self.wait(lambda: self._exchange.get(key), rank, key)
+
+    def _say(self, name: str, record: Record) -> None:
+        if self.size > 1:
+            self._exchange.put(f"{self._turn}/{name}", record.to_bytes())
+
+    def _read(self, name: str, kind: type[R]) -> R | None:
+        data = self._exchange.get(f"{self._turn}/{name}")
+        return None if data is None else kind.from_bytes(data, name)
