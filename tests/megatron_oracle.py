@@ -1,7 +1,7 @@
 """Megatron-Core layouts by straightforward import code: canonical tensors in, every rank's local tensors out.
 
-Written after the forward passes of Megatron-Core 0.16 (what a rank does with its tensor), with NumPy only and nothing of
-``deltarefit``, so that it can judge the closed forms. Tensors may hold anything; tests put in positions.
+Written after the forward passes of Megatron-Core 0.16 (what a rank does with its tensor), with NumPy only and nothing
+of ``deltarefit``, so that it can judge the closed forms. Tensors may hold anything; tests put in positions.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def pad_rows(tensor: Ids, rows: int) -> Ids:
 
 
 def fuse_qkv(q: Ids, k: Ids, v: Ids, heads: int, groups: int, dim: int, gate: bool = False) -> Ids:
-    """Group after group: its query heads, then its gate heads, its key, its value. A checkpoint with gates has each query
-    head followed by its gate head."""
+    """Group after group: its query heads, then its gate heads, its key, its value. A checkpoint with gates has each
+    query head followed by its gate head."""
     per, rest = heads // groups, q.shape[1:]
     blocks: list[Ids] = []
     for group in range(groups):

@@ -1,5 +1,5 @@
-"""One rank of real Megatron-Core trainers on the CPU (gloo), for ``test_source_megatron``: builds and trains small models
-under several parallel layouts, and writes down what its source reads and what it holds.
+"""One rank of real Megatron-Core trainers on the CPU (gloo), for ``test_source_megatron``: builds and trains small
+models under several parallel layouts, and writes down what its source reads and what it holds.
 
 ``python -m tests.megatron_ranks DIRECTORY RANK``; results go to ``DIRECTORY/<case>/<rank>.npz``.
 """
@@ -11,7 +11,7 @@ import re
 import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ TOKENS = 12
 @dataclass(frozen=True)
 class Case:
     """A model of a family, and how it is laid over the ranks. ``options`` go to Megatron's configuration, ``hf`` to the
-    one of transformers. ``train``: False where Megatron cannot train without a GPU; the weights move all the same."""
+    one of transformers. ``train``: False for a model in evaluation mode, which gets gradients all the same: in training
+    mode Megatron wants sequence parallelism for experts beside tensor parallelism, whose norms need a GPU."""
 
     name: str
     family: str
@@ -60,29 +61,34 @@ _EXPERTS = {
 _HF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _BIAS = {
     "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_layer_freq": [0, 1],
-    "moe_shared_expert_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 24,
 }  # fmt: skip
 _HF_BIAS = {
     "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
     "use_qk_norm": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "partial_rotary_factor": 1.0,
 }  # fmt: skip
 _SMALL = Model(hidden=32, layers=2, heads=8, groups=4, dim=8, ffn=40, vocab=50, padded=56)
-_MOE = Model(hidden=32, layers=2, heads=8, groups=4, dim=8, ffn=40, vocab=50, padded=56, experts=4, expert_ffn=24)
-_GLM = Model(
-    hidden=32, layers=2, heads=8, groups=4, dim=8, ffn=40, vocab=50, padded=56, experts=4, expert_ffn=24, shared_ffn=20,
-    dense_first=1, expert_bias=True,
-)  # fmt: skip
+_MOE = replace(_SMALL, experts=4, expert_ffn=24)
+_GLM = replace(_MOE, shared_ffn=24, dense_first=1, expert_bias=True)
 CASES = [
     Case("dense", "qwen3", _SMALL, Grid(tp=2, dp=2)),
-    Case("narrow", "qwen3", Model(hidden=32, layers=1, heads=8, groups=2, dim=8, ffn=40, vocab=50, padded=56), Grid(tp=4)),
-    Case("stages", "qwen2", Model(
-        hidden=32, layers=4, heads=4, groups=2, dim=8, ffn=40, vocab=50, padded=56, tied=True, bias=True, qk_norm=False
-    ), Grid(tp=2, pp=2, vpp=2), {"add_qkv_bias": True}),
+    Case("narrow", "qwen3", replace(_SMALL, layers=1, groups=2), Grid(tp=4)),
+    Case("stages", "qwen2", replace(_SMALL, layers=4, heads=4, groups=2, tied=True, bias=True, qk_norm=False),
+         Grid(tp=2, pp=2, vpp=2), {"add_qkv_bias": True}),
     Case("experts", "qwen3_moe", _MOE, Grid(dp=4, ep=2), _EXPERTS, {
         **_HF_EXPERTS, "num_experts": 4, "norm_topk_prob": True, "decoder_sparse_step": 1,
     }),
-    Case("mixed", "glm4_moe", _GLM, Grid(tp=2, dp=2, ep=2), {**_EXPERTS, **_BIAS}, {**_HF_EXPERTS, **_HF_BIAS, "moe_intermediate_size": 24}, train=False),
+    Case("mixed", "glm4_moe", _GLM, Grid(tp=2, dp=2, ep=2), {**_EXPERTS, **_BIAS}, {**_HF_EXPERTS, **_HF_BIAS},
+         train=False),
 ]  # fmt: skip
+
+
+class Wrapped(torch.nn.Module):
+    """As wrappers for data parallelism and half precision hold a model."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
 
 
 def without_gpu() -> None:
@@ -107,7 +113,9 @@ def build(case: Case) -> list[Any]:
     chunks = []
     for stage in range(grid.vpp):
         vp_stage = stage if grid.vpp > 1 else None
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+        )
         first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         chunks.append(GPTModel(
@@ -227,7 +235,10 @@ def run(case: Case, directory: Path) -> None:
         train(case, chunks, optimizer, tokens)
     arrays: dict[str, Any] = {}
     for number, chunk in enumerate(chunks):
-        state = {**dict(chunk.named_parameters()), **{n: b for n, b in chunk.named_buffers() if n.endswith("expert_bias")}}
+        state = {
+            **dict(chunk.named_parameters()),
+            **{n: b for n, b in chunk.named_buffers() if n.endswith("expert_bias")},
+        }
         arrays |= {f"local/{number}/{name}": tensor.detach().numpy() for name, tensor in state.items()}
     for dtype in (torch.bfloat16, torch.float32):
         arrays |= _read(case, chunks, dtype)
@@ -240,7 +251,7 @@ def run(case: Case, directory: Path) -> None:
 
 
 def _read(case: Case, chunks: Sequence[Any], dtype: torch.dtype) -> dict[str, Any]:
-    source = MegatronSource(chunks, hf_config=case.hf_config, dtype=dtype)
+    source = MegatronSource([Wrapped(chunk) for chunk in chunks], hf_config=case.hf_config, dtype=dtype)
     prefix, found = str(dtype).removeprefix("torch."), {}
     for number, (piece, array) in enumerate(read_pieces(source)):
         row = (piece.tensor, piece.offset, piece.length, piece.run, piece.step, piece.pitch, int(piece.overwrite))

@@ -339,7 +339,7 @@ def test_overlapping_deltas(parts: Parts) -> None:
     pair = next(i for i in range(len(rows) - 1) if rows[i][0] == rows[i + 1][0] and rows[i + 1][1])
     rows[pair + 1][1] -= 1
     parts.rows = rows
-    parts.refuses("out of order")
+    parts.refuses("deltas of tensor 2 overlap")
 
 
 def test_overlapping_pieces(parts: Parts) -> None:
@@ -347,7 +347,7 @@ def test_overlapping_pieces(parts: Parts) -> None:
     first = next(i for i in range(len(rows) - 1) if rows[i + 1][10] > 1)
     rows[first + 1][10] -= 1  # its offset: into the columns of the piece before
     parts.rows = rows
-    parts.refuses("pieces overlap")
+    parts.refuses("pieces of tensor 0 overlap")
 
 
 def test_a_payload_for_another_catalog_is_refused(small: tuple[bytes, PayloadRef]) -> None:

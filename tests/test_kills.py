@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import safetensors
 
-from deltarefit import MemoryBaseline, Publisher, Receiver, open_store
+from deltarefit import Publisher, Receiver, open_store
 from deltarefit.elements import Elements
 from deltarefit.errors import NotFoundError
 from deltarefit.events import Event
@@ -346,7 +346,7 @@ def model_at(seed: int, step: int) -> h.Model:
 
 
 def publish_steps(store: Store, seed: int, first: int, last: int, baseline: Path | None) -> None:
-    kept = CheckpointTarget(baseline) if baseline else MemoryBaseline()
+    kept = CheckpointTarget(baseline) if baseline and "directory" in baseline.name else baseline
     source = h.ArraySource(model_at(seed, first))
     with contextlib.closing(Publisher(store, source, baseline=kept, threads=2, payload_bytes=700)) as publisher:
         for step in range(first, last):
@@ -358,10 +358,10 @@ def publisher_loop(seed: int) -> dict[str, int]:
     chooser, counters = random.Random(seed), Counters("kills", "aborted", "versions", "rounds")
     with tempfile.TemporaryDirectory() as directory:
         typical = timed(lambda: publish_steps(open_store(f"{directory}/timed"), seed, 0, 8, None))
-        for number in range(2):
-            store = open_store(f"{directory}/{number}")
-            baseline = Path(directory, f"baseline-{number}") if number else None
-            for _ in range(16):
+        for kept in ("", "directory", "mapped"):
+            store = open_store(f"{directory}/store-{kept}")
+            baseline = Path(directory, kept) if kept else None
+            for _ in range(12):
                 agent = partial(publish_steps, store, seed, next_step(store), 1000, baseline)
                 assert kill_after(fork(agent), chooser.uniform(0, typical))
                 counters.add("kills")
@@ -374,7 +374,7 @@ def publisher_loop(seed: int) -> dict[str, int]:
 def next_step(store: Store) -> int:
     with contextlib.suppress(NotFoundError):
         head = RunLog.open(store).head()
-        return head.manifest.step + 1 if head and head.manifest else 0
+        return head.manifests[0].step + 1 if head else 0
     return 0
 
 
@@ -383,9 +383,8 @@ def check_run(store: Store, seed: int, counters: Counters) -> None:
     versions, log, steps = h.check_linear(store), RunLog.open(store), list[int]()
     for version in versions:
         attempt = log.version(version)
-        assert attempt.manifest is not None
         assert attempt.outcome is not None
-        steps.append(attempt.manifest.step)
+        steps.append(attempt.manifests[0].step)
         assert attempt.outcome.digest == h.digest_of(log.run, log.catalog, model_at(seed, steps[-1]))
         counters.add("versions")
     assert steps == sorted(set(steps))

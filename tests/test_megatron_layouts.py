@@ -77,7 +77,7 @@ def test_vocabulary_padding_goes_nowhere(ranks: int, vocab: int) -> None:
     ("heads", "groups", "dim"), [(8, 8, 4), (8, 2, 4), (8, 1, 4), (16, 2, 2), (24, 8, 8), (8, 4, 3)]
 )
 def test_qkv(ranks: int, width: int, gate: bool, heads: int, groups: int, dim: int) -> None:
-    """Weights and biases, with and without output gate; more ranks than groups cut inside a group, even inside a head."""
+    """Weights and biases, with and without output gate; more ranks than groups cut inside a group, or a head."""
     rows = {"q": heads * dim * (2 if gate else 1), "k": groups * dim, "v": groups * dim}
     shapes = {name: (n, width) if width > 1 else (n,) for name, n in rows.items()}
     spec = Heads(heads, groups, dim, gate)

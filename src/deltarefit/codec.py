@@ -171,8 +171,10 @@ class PayloadBuilder:
         return [(e.delta.tensor, *e.delta.record) for e in self.encoded]
 
     def build(self) -> tuple[bytes, PayloadRef]:
-        """The payload's bytes and the reference that a manifest carries."""
+        """The payload's bytes and the reference that a manifest carries. ``FormatError`` if no reader would take it:
+        pieces overlap, or too many interleave."""
         self.encoded.sort(key=lambda encoded: encoded.delta.order)
+        _check_apart([encoded.delta for encoded in self.encoded], "new payload")
         rows = self.rows
         pre, post = sum((e.pre for e in self.encoded), Digest()), sum((e.post for e in self.encoded), Digest())
         streams = self._take_streams()
@@ -236,8 +238,7 @@ def open_payload(data: bytes, ref: PayloadRef, catalog: Catalog) -> list[Delta]:
     listed = [Delta(row[0], row[1:], ()) for row in _unpack_table(table, ref.deltas)]
     _check_table(listed, ref, catalog, where)
     deltas = list(_with_slices(listed, streams, where))
-    for tensor, mine in groupby(deltas, key=lambda delta: delta.tensor):
-        _check_apart(list(mine), f"{where}: {catalog.tensors[tensor].name}")
+    _check_apart(deltas, where)
     return deltas
 
 
@@ -290,8 +291,7 @@ def _check_table(deltas: Sequence[Delta], ref: PayloadRef, catalog: Catalog, whe
         if delta.high > entry.numel:
             raise FormatError(f"{where}: range of {entry.name}", expected=entry.numel, found=delta.high)
     for one, two in pairwise(deltas):
-        overlap = one.order[:-1] == two.order[:-1] and two.start < one.stop
-        if two.order < one.order or overlap:
+        if two.order <= one.order:
             raise FormatError(f"{where}: deltas out of order at {catalog.tensors[two.tensor].name}")
     if (changed := sum(delta.count for delta in deltas)) != ref.changed:
         raise FormatError(f"{where}: number of changes", expected=ref.changed, found=changed)
@@ -326,21 +326,16 @@ def _take(views: dict[str, memoryview], used: dict[str, int], name: str, size: i
 
 
 def _check_apart(deltas: Sequence[Delta], where: str) -> None:
-    """No element of one tensor is in two pieces; of a piece counts all that lies from its first delta to its last."""
-    if all(delta.rows == FLAT for delta in deltas):
-        return  # their order says it
-    stretches = sorted(_stretches(deltas), key=lambda stretch: stretch.low)
-    near: list[_Stretch] = []
-    meetings = 0
-    for stretch in stretches:
-        near = [other for other in near if other.high > stretch.low]
-        meetings += len(near)
-        if meetings > MAX_MEETINGS:
+    """No element is in two of these deltas, which are in order, nor in two pieces; of a piece counts all that lies from
+    its first delta to its last."""
+    for one, two in pairwise(deltas):
+        if one.order[:-1] == two.order[:-1] and two.start < one.stop:
+            raise FormatError(f"{where}: deltas of tensor {one.tensor} overlap", found=(one.stop, two.start))
+    for number, (a, b) in enumerate(_meetings(_stretches(deltas))):
+        if number == MAX_MEETINGS:
             raise FormatError(f"{where}: too many pieces interleave", expected=f"<= {MAX_MEETINGS} pairs")
-        for other in near:
-            if not all(disjoint(a, b) for a in stretch.parts for b in other.parts):
-                raise FormatError(f"{where}: pieces overlap", found=(stretch.rows, other.rows))
-        near.append(stretch)
+        if not all(disjoint(one, two) for one in a.parts for two in b.parts):
+            raise FormatError(f"{where}: pieces of tensor {a.tensor} overlap", found=(a.rows, b.rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,9 +355,23 @@ class _Stretch:
 
 
 def _stretches(deltas: Sequence[Delta]) -> Iterator[_Stretch]:
-    """Flat deltas as they are, all deltas of one piece as one."""
-    for rows, group in groupby(deltas, key=lambda delta: delta.rows):
-        mine = list(group)
-        for several in [[delta] for delta in mine] if rows == FLAT else [mine]:
-            first, last = several[0], several[-1]
-            yield _Stretch(first.tensor, rows, first.start, last.stop, first.low, last.high)
+    """Flat deltas as they are, all deltas of one piece as one; of tensors that have pieces."""
+    for _, of_tensor in groupby(deltas, key=lambda delta: delta.tensor):
+        mine = list(of_tensor)
+        if mine[-1].rows == FLAT:
+            continue
+        for rows, of_piece in groupby(mine, key=lambda delta: delta.rows):
+            listed = list(of_piece)
+            for several in [[delta] for delta in listed] if rows == FLAT else [listed]:
+                first, last = several[0], several[-1]
+                yield _Stretch(first.tensor, rows, first.start, last.stop, first.low, last.high)
+
+
+def _meetings(stretches: Iterable[_Stretch]) -> Iterator[tuple[_Stretch, _Stretch]]:
+    """Pairs that may share an element, as one begins before the other ends."""
+    near: list[_Stretch] = []
+    for stretch in sorted(stretches, key=lambda stretch: (stretch.tensor, stretch.low)):
+        near = [other for other in near if other.tensor == stretch.tensor and other.high > stretch.low]
+        for other in near:
+            yield other, stretch
+        near.append(stretch)

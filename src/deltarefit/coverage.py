@@ -26,9 +26,15 @@ _CHUNK = 1 << 23
 """Units marked at a time."""
 _MAX_ROWS = 1024
 """Most rows of a piece that are looked at one by one where they are not rows of the common table."""
+_MAX_STEP = 64
+"""Largest distance of elements that counts as a step within a row."""
 
 Owned = tuple[Piece, str]
 """A piece and who has it, for messages."""
+Table = tuple[int, int, int, int, int]
+"""(offset, rows, pitch, run, step)"""
+Line = tuple[int, int, int, int, int]
+"""(first row, last row + 1, first column, columns, distance of columns)"""
 Tile = tuple[int, int, int, int]
 """(first row, last row + 1, first column, last column + 1) of a table."""
 Marks = npt.NDArray[np.uint32]
@@ -85,7 +91,11 @@ def _check(catalog: Catalog, owned: Iterable[Owned], error: type[RefitError]) ->
         if piece.length:
             _check_piece(piece, catalog.tensors[piece.tensor].numel, who, error)
             by_tensor[piece.tensor].append((piece, who))
+    proven: set[tuple[object, ...]] = set()  # a model has many tensors, but few ways to share one
     for entry, mine in zip(catalog.tensors, by_tensor, strict=True):
+        shares = entry.numel, *sorted((p.offset, p.length, p.run, p.step, p.pitch) for p, _ in mine)
+        if shares in proven:
+            continue
         if (position := _first_fault(entry.numel, [piece for piece, _ in mine])) is not None:
             owners = [who for piece, who in mine if contains(piece, position)]
             raise error(
@@ -93,6 +103,7 @@ def _check(catalog: Catalog, owned: Iterable[Owned], error: type[RefitError]) ->
                 expected="each element of each tensor owned once",
                 found=", ".join(owners[:8]) or "no owner",
             )
+        proven.add(shares)
 
 
 def _check_piece(piece: Piece, numel: int, who: str, error: type[RefitError]) -> None:
@@ -114,62 +125,76 @@ def contains(piece: Piece, position: int) -> bool:
 def _first_fault(numel: int, pieces: list[Piece]) -> int | None:
     """The first position that is not in exactly one piece."""
     if sum(piece.length for piece in pieces) == numel:
-        tiles = list(_tiles(pieces, numel))
-        if None not in tiles and not _overlap([tile for tile in tiles if tile is not None]):
+        tiles = _tiles([_table(piece) for piece in pieces], numel)
+        if tiles is not None and not _overlap(tiles):
             return None
     return _first_fault_by_marking(numel, pieces)
 
 
-def _tiles(pieces: list[Piece], numel: int) -> Iterator[Tile | None]:
-    """The pieces as rectangles of one table of rows; None for one that is none."""
+def _table(piece: Piece) -> Table:
+    """Elements at one distance are one row if the distance is small, else rows of one."""
+    if piece.flat:
+        return piece.offset, 1, 0, piece.length, 1
+    offset, run, step, pitch = piece.rows
+    if run == 1 and pitch <= _MAX_STEP:
+        return offset, 1, 0, piece.length, pitch
+    return offset, piece.length // run, pitch, run, step
+
+
+def _tiles(tables: list[Table], numel: int) -> list[Tile] | None:
+    """The pieces as rectangles of one table whose rows have its columns sorted by residue, so that columns at equal
+    distances stand together; None if some are none."""
     pitches: Counter[int] = Counter()
-    for piece in pieces:
-        rows, pitch, _ = _as_rows(piece)
+    for _, rows, pitch, _, _ in tables:
         if rows > 1:
             pitches[pitch] += rows
-    width = pitches.most_common(1)[0][0] if pitches else numel
-    for piece in pieces:
-        yield from _tiles_of(piece, width)
+    comb = math.lcm(*(step for *_, step in tables))
+    width = pitches.most_common(1)[0][0] if pitches else -(-numel // comb) * comb
+    if comb > _MAX_STEP or width % comb:
+        return None
+    tiles: list[Tile] = []
+    for table in tables:
+        if (lines := _lines(table, width)) is None:
+            return None
+        for line in lines:
+            tiles += _combed(*line, width, comb)
+    return tiles
 
 
-def _as_rows(piece: Piece) -> tuple[int, int, int]:
-    """(rows, pitch, run); one row of elements with a step is rows of one element."""
-    if piece.flat:
-        return 1, 0, piece.length
-    if piece.length == piece.run and piece.step > 1:
-        return piece.run, piece.step, 1
-    return piece.length // piece.run, piece.pitch, piece.run
+def _lines(table: Table, width: int) -> list[Line] | None:
+    offset, rows, pitch, run, step = table
+    if rows > 1 and pitch == width:
+        row, column = divmod(offset, width)
+        first = min(run, -(-(width - column) // step))
+        lines = [(row, row + rows, column, first, step)]
+        if first < run:
+            lines.append((row + 1, row + rows + 1, column + first * step - width, run - first, step))
+        return lines
+    if rows > _MAX_ROWS:
+        return None
+    return [line for index in range(rows) for line in _range_lines(offset + index * pitch, run, step, width)]
 
 
-def _tiles_of(piece: Piece, width: int) -> Iterator[Tile | None]:
-    rows, pitch, run = _as_rows(piece)
-    if run > 1 and piece.step > 1:
-        yield None
-    elif rows > 1 and pitch == width:
-        row, column = divmod(piece.offset, width)
-        yield row, row + rows, column, min(column + run, width)
-        if column + run > width:
-            yield row + 1, row + rows + 1, 0, column + run - width
-    elif rows <= _MAX_ROWS:
-        for index in range(rows):
-            yield from _tiles_of_range(piece.offset + index * pitch, run, width)
-    else:
-        yield None
-
-
-def _tiles_of_range(start: int, length: int, width: int) -> Iterator[Tile]:
+def _range_lines(start: int, count: int, step: int, width: int) -> Iterator[Line]:
     """The end of a row, rows, the beginning of a row."""
-    (first, head), (last, tail) = divmod(start, width), divmod(start + length, width)
-    if first == last:
-        yield first, first + 1, head, tail
-        return
-    if head:
-        yield first, first + 1, head, width
-        first += 1
-    if first < last:
-        yield first, last, 0, width
-    if tail:
-        yield last, last + 1, 0, tail
+    row, column = divmod(start, width)
+    full = width // step
+    head = min(count, -(-(width - column) // step))
+    if head < full:
+        yield row, row + 1, column, head, step
+        row, count = row + 1, count - head
+    if count >= full:
+        yield row, row + count // full, column % step, full, step
+    if count % full:
+        yield row + count // full, row + count // full + 1, column % step, count % full, step
+
+
+def _combed(row: int, end: int, column: int, count: int, step: int, width: int, comb: int) -> Iterator[Tile]:
+    teeth = comb // step
+    for tooth in range(min(teeth, count)):
+        residue, first = (column + tooth * step) % comb, (column + tooth * step) // comb
+        at = residue * (width // comb) + first
+        yield row, end, at, at - (tooth - count) // teeth
 
 
 def _overlap(tiles: list[Tile]) -> bool:
@@ -189,8 +214,11 @@ def _overlap(tiles: list[Tile]) -> bool:
 
 def _first_fault_by_marking(numel: int, pieces: list[Piece]) -> int | None:
     unit = _unit(numel, pieces)
-    for start in range(0, numel // unit, _CHUNK):
-        marks = np.zeros(min(_CHUNK, numel // unit - start), np.uint32)
+    units = numel // unit
+    room = np.empty(min(_CHUNK, units), np.uint32)
+    for start in range(0, units, _CHUNK):
+        marks = room[: units - start]
+        marks.fill(0)
         for piece in pieces:
             _mark(marks, start, piece, unit)
         wrong = np.flatnonzero(marks != 1)
@@ -226,8 +254,8 @@ def _mark(marks: Marks, start: int, piece: Piece, unit: int) -> None:
 def disjoint(a: Piece, b: Piece) -> bool:
     """No element is in both pieces, which are well-formed.
 
-    Exact by digits. Pieces whose radices do not align are compared row by row or element by element; of more than
-    ``MAX_COMPARED`` such, False: not shown to be disjoint.
+    Exact by digits. Pieces whose strides do not divide each other are compared element by element; if the smaller has
+    more than ``MAX_COMPARED`` within the other's reach, False: not shown to be disjoint.
     """
     if a.tensor != b.tensor:
         return True

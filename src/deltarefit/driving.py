@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from deltarefit.anchors import seal_anchor
 from deltarefit.creating import create_record
@@ -19,7 +19,7 @@ from deltarefit.protocol import messages as m
 from deltarefit.records import Digest, Record
 from deltarefit.runlog import RunLog, attempt_key
 from deltarefit.share import Share
-from deltarefit.trainers import Closing, Opening, Report, Trainers
+from deltarefit.trainers import Closing, Report, Trainers
 
 Machine = TypeVar("Machine", coordinator.Coordinator, producer.Producer)
 LOOK_S = 1.0
@@ -29,13 +29,15 @@ MAY_FAIL = (m.Encode, m.Gather, m.AwaitOutcome)
 
 
 class Driver:
-    """One attempt of one rank. ``reports`` are what was gathered (rank 0), or this rank's own."""
+    """One attempt of one rank. ``reports`` are what was gathered (rank 0), or this rank's own; ``opened`` once there is
+    an attempt; ``wire_bytes`` are those of the records written here."""
 
-    def __init__(self, log: RunLog, trainers: Trainers, share: Share, step: int, taken: Callable[[], None]) -> None:
-        self._log, self._trainers, self._share = log, trainers, share
-        self._step, self._taken = step, taken
+    def __init__(self, log: RunLog, trainers: Trainers, share: Share, taken: Callable[[], None]) -> None:
+        self._log, self._trainers, self._share, self._taken = log, trainers, share, taken
+        self.step = 0
         self._looked_at = 0.0
         self.reports: list[Report] = []
+        self.opened = False
         self.wire_bytes = 0
 
     def run(self, machine: Machine) -> Machine:
@@ -88,10 +90,11 @@ class Driver:
         return create_record(self._log, number, name, record)
 
     def _encode(self, intent: Intent) -> m.Event:
+        self.opened = True
         if self._trainers.rank == 0:
-            self._trainers.open(Opening(self._step, (intent,)))
+            self._trainers.open(intent)
         self._share.watch = lambda: self._stop_if_decided(intent.attempt)
-        self.reports = [self._share.make(intent, self._step, self._taken)]
+        self.reports = [self._share.make(intent, self.step, self._taken)]
         return m.Encoded(self.reports[0].manifest)
 
     def _gather(self, intent: Intent) -> m.Event:
@@ -108,7 +111,8 @@ class Driver:
         def ready() -> Report | m.AttemptRead | None:
             return self._trainers.reported(rank) or self._decided(number)
 
-        return self._trainers.wait(ready, rank, f"the manifest of rank {rank} for attempt {number}")
+        what = f"the manifest of rank {rank} for attempt {number}"
+        return cast("Report | m.AttemptRead", self._trainers.wait(ready, rank, what))
 
     def _seal_anchor(self, intent: Intent) -> int:
         refs = [ref for report in self.reports for ref in report.anchored]

@@ -21,6 +21,8 @@ LIMIT = 64
 """Most boxes of one fit."""
 _CHUNK = 1 << 15
 """Elements looked at together: their differences stay in a core's cache."""
+_FEW, _MODERATE = 4, 1 << 24
+"""Of more boxes than this, in a tensor of at most that many elements, another way is tried too."""
 _SHORT = 16
 """Rows of fewer elements are not worth comparing."""
 
@@ -34,11 +36,16 @@ def fit(positions: npt.NDArray[np.int64], limit: int = LIMIT) -> tuple[Box, ...]
     if positions.dtype != np.int64:
         raise UsageError("positions are not int64", found=positions.dtype)
     whole = np.ascontiguousarray(positions)
-    if whole.ndim >= 2 and whole.shape[-1] >= _SHORT and whole.size:
-        rows = _row_blocks(whole.reshape(-1, whole.shape[-1]), limit)
-        if rows is not None and (boxes := _by_rows(rows, limit)) is not None:
-            return boxes
-    return tuple(_fewest(element_stretches(whole.reshape(-1)), [()], limit))
+    by_rows = _by_rows(whole, limit)
+    if by_rows is not None and (len(by_rows) <= _FEW or whole.size > _MODERATE):
+        return by_rows
+    try:
+        by_elements = _fewest(element_stretches(whole.reshape(-1)), [()], limit)
+    except NotAffineError:
+        if by_rows is None:
+            raise
+        return by_rows
+    return tuple(by_elements) if by_rows is None or len(by_elements) < len(by_rows) else by_rows
 
 
 def fit_pairs(canonical: Positions, local: Positions, limit: int = LIMIT) -> tuple[Box, ...]:
@@ -79,12 +86,15 @@ def _nested(stretches: Stretches, kinds: list[tuple[Dim, ...]], limit: int, phas
     return [ordered(box_of(blocks.kinds[kind], local, canonical)) for canonical, local, kind in starts]
 
 
-def _by_rows(rows: Blocks, limit: int) -> tuple[Box, ...] | None:
+def _by_rows(whole: Positions, limit: int) -> tuple[Box, ...] | None:
+    """The boxes, found from the patterns of whole rows; None if that is not the way."""
+    if whole.ndim < 2 or whole.shape[-1] < _SHORT or not whole.size:
+        return None
     try:
-        boxes = _fewest(block_stretches(rows), rows.kinds, limit)
+        rows = _row_blocks(whole.reshape(-1, whole.shape[-1]), limit)
+        return None if rows is None else tuple(_fewest(block_stretches(rows), rows.kinds, limit))
     except NotAffineError:
         return None
-    return tuple(boxes)
 
 
 def _row_blocks(table: Positions, limit: int) -> Blocks | None:
@@ -101,11 +111,7 @@ def _row_blocks(table: Positions, limit: int) -> Blocks | None:
     parts, kinds = [], list[tuple[Dim, ...]]()
     for number in range(len(known)):
         members = rows[pattern == number]
-        try:
-            boxes = _fewest(element_stretches(table[members[0]]), [()], limit, whole=False)
-        except NotAffineError:
-            return None
-        for box in boxes:
+        for box in _fewest(element_stretches(table[members[0]]), [()], limit, whole=False):
             kinds.append(box.dims)
             start = members * table.shape[1] + box.canonical
             parts.append((start, table.reshape(-1)[start], np.full(len(members), kinds.index(box.dims))))

@@ -180,7 +180,7 @@ class Target(Protocol):
         """Writable access to elements [start, stop) of one tensor: an array of any strides, and the row-major
         index in that array at which element ``start`` lies (0 for an exact window; ``start`` where the whole,
         perhaps strided, tensor is given). Bounded memory: released when the block ends. Called from several
-        threads on disjoint ranges."""
+        threads at once: their ranges may overlap, the elements that they write do not."""
 
     def flush(self) -> None:
         """Every byte written so far is as durable as the header will be."""

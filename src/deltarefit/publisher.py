@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from deltarefit.shard_baseline import ShardBaseline
 from deltarefit.shards import FileBits, MemoryBits
 from deltarefit.share import Options, Share
 from deltarefit.target_baseline import TargetBaseline
-from deltarefit.trainers import Closing, Opening, Report, Trainers
+from deltarefit.trainers import Closing, Report, Trainers
 
 DEADLINE_S = 300.0
 
@@ -84,19 +85,28 @@ class Publisher:
     ) -> None:
         if not 0 < payload_bytes <= MOST_PAYLOAD_BYTES:
             raise UsageError("payload_bytes", expected=f"1 .. {MOST_PAYLOAD_BYTES}", found=payload_bytes)
-        self.source = source
         self._emit = emit
         self._trainers = Trainers(source.exchange, deadline_s)
         self.log = meet(store, source, self._trainers)
         self._recent = RecentPayloads(store)
         options = Options(threads or os.cpu_count() or 1, payload_bytes, ahead_bytes, prove)
-        self._baseline = self._open_baseline(baseline, options.threads)
+        self._baseline = self._open_baseline(baseline, source, options.threads)
         self._share = Share(self.log, self._recent, source, self._baseline, options, self._tell)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._running: Future[Published] | None = None
 
+    @property
+    def source(self) -> Source:
+        """Where the bits come from. May be replaced by another of the same catalog and pieces."""
+        return self._share.source
+
+    @source.setter
+    def source(self, source: Source) -> None:
+        self._share.source = source
+
     def publish(self, step: int = 0) -> Published:
         """Make the source's present bits the next version; returns when it is committed and the baseline holds it.
+        Called by all ranks, equally often.
 
         An unchanged source still makes a version. ``step`` is the trainer's own number, from 0. Raises
         ``AttemptLostError`` if another publisher came between, ``UnavailableError`` if the store or a rank went away
@@ -105,7 +115,7 @@ class Publisher:
         that could not follow is told as an event, and brought up by the next publish.
         """
         self._finish()
-        return self._publish(_step_number(step), lambda: None)
+        return self._publish(step, lambda: None)
 
     def start(self, step: int = 0) -> Future[Published]:
         """Like ``publish``, but returns as soon as every bit of this rank is read: the optimizer may step again while
@@ -113,10 +123,9 @@ class Publisher:
         the next ``publish`` or ``start`` waits for it first. Payloads beyond ``ahead_bytes`` hold it back until the
         store has taken them.
         """
-        number = _step_number(step)
         self._finish()
         taken = threading.Event()
-        self._running = self._worker.submit(self._publish, number, taken.set)
+        self._running = self._worker.submit(self._publish, step, taken.set)
         self._running.add_done_callback(lambda _: taken.set())
         taken.wait()
         return self._running
@@ -138,19 +147,38 @@ class Publisher:
     def _publish(self, step: int, taken: Callable[[], None]) -> Published:
         started = time.perf_counter()
         self._trainers.next_turn()
-        driver = Driver(self.log, self._trainers, self._share, step, taken)
-        take_part = self._join if self._trainers.rank else self._coordinate
-        commit, closing = take_part(driver, step)
+        with ExitStack() as held:
+
+            def release() -> None:
+                held.pop_all().close()
+                taken()
+
+            driver = Driver(self.log, self._trainers, self._share, release)
+            take_part = self._join if self._trainers.rank else self._coordinate
+            commit, closing = take_part(driver, step, held)
         own = driver.reports[0].manifest
         self._settle("baseline", lambda: self._move_baseline(own))
         seconds = {**self._share.seconds, "total": time.perf_counter() - started}
         return self._published(own, commit, closing, seconds)
 
-    def _coordinate(self, driver: Driver, step: int) -> tuple[Outcome, Closing]:
-        """Rank 0: open, gather, decide; the others hear in any case that it is over."""
-        machine, closing = self._new_coordinator(), Closing(False, 0, 0)
+    def _hold(self, driver: Driver, step: int, held: ExitStack) -> None:
+        """Hold the source's bits until ``held`` ends, and tell rank 0, whatever comes of it."""
         try:
-            machine = driver.run(machine)
+            driver.step = _step_number(step)
+            self._share.check_source()
+            held.enter_context(self.source.hold())
+        except Exception as error:
+            self._trainers.ready(driver.step, error)
+            raise
+        self._trainers.ready(driver.step)
+
+    def _coordinate(self, driver: Driver, step: int, held: ExitStack) -> tuple[Outcome, Closing]:
+        """Rank 0: open once all are ready, gather, decide; the others hear in any case that it is over."""
+        closing = Closing(False, 0, 0)
+        try:
+            self._hold(driver, step, held)
+            self._trainers.all_ready(driver.step)
+            machine = driver.run(self._new_coordinator())
             reports = driver.reports
             closing = Closing(
                 _disagree(machine.intent, reports),
@@ -158,8 +186,8 @@ class Publisher:
                 driver.wire_bytes + sum(report.wire_bytes for report in reports),
             )
         except Exception as error:
-            if not driver.reports:
-                self._trainers.open(Opening(step, (), str(error)[:4000]))
+            if not driver.opened:
+                self._trainers.refuse(error)
             raise
         finally:
             self._trainers.close(closing)
@@ -171,9 +199,10 @@ class Publisher:
         self._settle("hint", lambda: self.log.put_hint(number, max(anchor, self.log.hint().anchor)))
         return machine.outcome, closing
 
-    def _join(self, driver: Driver, step: int) -> tuple[Outcome, Closing]:
+    def _join(self, driver: Driver, step: int, held: ExitStack) -> tuple[Outcome, Closing]:
         """Other ranks: take part in the attempt that rank 0 opened."""
-        intent = self._trainers.opened(step)
+        self._hold(driver, step, held)
+        intent = self._trainers.opened()
         machine = driver.run(producer.Producer(intent, self._trainers.rank, secrets.token_hex(16)))
         own, closing = driver.reports[0], self._trainers.closed()
         if closing is not None and closing.doubt:
@@ -193,13 +222,13 @@ class Publisher:
 
     # ------------------------------------------------------------------------------------ baseline
 
-    def _open_baseline(self, given: Target | str | os.PathLike[str] | None, threads: int) -> Baseline:
+    def _open_baseline(self, given: Target | str | os.PathLike[str] | None, source: Source, threads: int) -> Baseline:
         if given is None or isinstance(given, str | os.PathLike):
             rank, size = self._trainers.rank, self._trainers.size
             bits = MemoryBits() if given is None else FileBits(Path(given), f"rank-{rank}-of-{size}")
-            return ShardBaseline(self.log, self.source.pieces, bits, self._recent, self._tell)
+            return ShardBaseline(self.log, source.pieces, bits, self._recent, self._tell)
         expected = [whole(number, entry.numel) for number, entry in enumerate(self.log.catalog.tensors)]
-        if self._trainers.size > 1 or list(self.source.pieces) != expected:
+        if self._trainers.size > 1 or list(source.pieces) != expected:
             raise UsageError(
                 "a target cannot be the baseline of a source that owns parts of tensors",
                 next_step="Give a directory, or no baseline at all to keep it in memory.",

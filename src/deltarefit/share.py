@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from deltarefit.encoding import SegmentEncoder
-from deltarefit.errors import DigestMismatch, IntegrityError
+from deltarefit.errors import BaseMismatch, DigestMismatch, IntegrityError
 from deltarefit.events import Emit, Event
 from deltarefit.manifest import Intent, PayloadRef, ProducerManifest
 from deltarefit.pieces import layout_of
 from deltarefit.pipeline import EncodeSegment, Upload, counted, upload_segments
 from deltarefit.ports import Baseline, Source, Store
 from deltarefit.records import Digest
-from deltarefit.runlog import RunLog, anchor_prefix, payload_prefix
+from deltarefit.runlog import RunLog, anchor_prefix, check_catalog, payload_prefix
 from deltarefit.trainers import Report
 
 
@@ -43,17 +42,25 @@ class Share:
     watch: Callable[[], None] = lambda: None
     seconds: dict[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.layout = layout_of(self.source.pieces)
+
     def make(self, intent: Intent, step: int, taken: Callable[[], None]) -> Report:
-        """Everything up to the manifest. ``taken`` is called when the source's bits are read and may change again."""
+        """Everything up to the manifest, from a source that is held. ``taken`` is called once all its bits are read;
+        what it raises fails the attempt."""
         self.seconds.clear()
-        with ExitStack() as held:
-            held.enter_context(self.source.hold())
+        return self._anchor(intent, step, taken) if intent.base == 0 else self._delta(intent, step, taken)
 
-            def release() -> None:
-                held.pop_all().close()
-                taken()
-
-            return self._anchor(intent, step, release) if intent.base == 0 else self._delta(intent, step, release)
+    def check_source(self) -> None:
+        """``BaseMismatch`` unless the source still is what the run was opened with: catalog and pieces."""
+        check_catalog(self.source.catalog, self.log.catalog)
+        if (found := layout_of(self.source.pieces)) != self.layout:
+            raise BaseMismatch(
+                f"rank {self.source.exchange.rank} owns other pieces than when it began",
+                expected=self.layout,
+                found=found,
+                next_step="Make a new Publisher for another mesh or sharding: it rebuilds the baseline.",
+            )
 
     def _delta(self, intent: Intent, step: int, taken: Callable[[], None]) -> Report:
         self.timed("prepare", lambda: self.baseline.move(intent.base))
@@ -86,8 +93,8 @@ class Share:
         anchored: tuple[PayloadRef, ...],
         changed: int,
     ) -> Report:
-        run, rank, layout = self.log.run, self.source.exchange.rank, layout_of(self.source.pieces)
-        manifest = ProducerManifest(run, intent.attempt, intent.base, rank, step, part, layout, refs)
+        run, rank = self.log.run, self.source.exchange.rank
+        manifest = ProducerManifest(run, intent.attempt, intent.base, rank, step, part, self.layout, refs)
         wire_bytes = sum(ref.size for ref in (*refs, *anchored))
         return Report(manifest, anchored, changed, wire_bytes)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from deltarefit import errors
-from deltarefit.errors import BaseMismatch, RefitError, UnavailableError
+from deltarefit.errors import AttemptLostError, BaseMismatch, RefitError, UnavailableError
 from deltarefit.manifest import Intent, PayloadRef, ProducerManifest
 from deltarefit.ports import Exchange
 from deltarefit.records import Record
@@ -31,10 +31,17 @@ class Verdict(Record):
 
 
 @dataclass(frozen=True)
+class Ready(Record):
+    """One rank holds its bits for ``step``, or cannot, and why."""
+
+    step: int
+    error: str = ""
+
+
+@dataclass(frozen=True)
 class Opening(Record):
     """Rank 0 opened an attempt (one intent), or could not (none, and why)."""
 
-    step: int
     intents: tuple[Intent, ...]
     error: str = ""
 
@@ -93,20 +100,40 @@ class Trainers:
         self._turn += 1
         if self.size > 1 and self.rank == 0 and self._turn > 2:
             old = self._turn - 2
-            for name in ("opening", "closing", *(f"report/{rank}" for rank in range(1, self.size))):
+            ranks = [f"{kind}/{rank}" for kind in ("ready", "report") for rank in range(1, self.size)]
+            for name in ("opening", "closing", *ranks):
                 self._exchange.delete(f"{old}/{name}")
 
-    def open(self, opening: Opening) -> None:
-        """Rank 0: say which attempt it is."""
-        self._say("opening", opening)
+    def ready(self, step: int, error: Exception | None = None) -> None:
+        """Other ranks: this one holds its bits, or cannot."""
+        if self.rank:
+            text = f"{type(error).__name__}: {error}"[:2000] if error else ""
+            self._say(f"ready/{self.rank}", Ready(step, text))
 
-    def opened(self, step: int) -> Intent:
-        """Other ranks: which attempt it is. Raises if rank 0 could not open one, or publishes another step."""
+    def all_ready(self, step: int) -> None:
+        """Rank 0: wait for all ranks before anything is written. Raises ``BaseMismatch`` if one publishes another step,
+        ``AttemptLostError`` if one cannot."""
+        for rank in range(1, self.size):
+            found = Ready.from_bytes(self._hear(f"{self._turn}/ready/{rank}", rank), "ready")
+            if found.error:
+                raise AttemptLostError(f"rank {rank} cannot publish: {found.error}", next_step="Look at its log.")
+            if found.step != step:
+                what = "ranks publish different steps"
+                raise BaseMismatch(what, expected=f"{step} (rank 0)", found=f"{found.step} (rank {rank})")
+
+    def open(self, intent: Intent) -> None:
+        """Rank 0: say which attempt it is."""
+        self._say("opening", Opening((intent,)))
+
+    def refuse(self, error: Exception) -> None:
+        """Rank 0: say that there is none."""
+        self._say("opening", Opening((), f"{type(error).__name__}: {error}"[:4000]))
+
+    def opened(self) -> Intent:
+        """Other ranks: which attempt it is. Raises ``AttemptLostError`` if rank 0 opened none."""
         opening = Opening.from_bytes(self._hear(f"{self._turn}/opening", 0), "opening")
         if not opening.intents:
-            raise UnavailableError(f"rank 0 opened no attempt: {opening.error}", next_step="Publish again.")
-        if opening.step != step:
-            raise BaseMismatch("ranks publish different steps", expected=f"{opening.step} (rank 0)", found=step)
+            raise AttemptLostError(f"rank 0 opened no attempt: {opening.error}", next_step="Publish again.")
         return opening.intents[0]
 
     def report(self, report: Report) -> None:

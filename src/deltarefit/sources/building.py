@@ -106,7 +106,7 @@ def _routes(outputs: Mapping[str, Output], dtypes: Mapping[str, torch.dtype]) ->
 def _parts(holding: Holding, routes: Mapping[Casts, Sequence[tuple[str, Box]]]) -> Iterator[Part]:
     place = holding.place
     shard = affine.shard(holding.name, holding.shape, place.starts, place.sizes)
-    mine = owned(shard, holding.name, holding.dtype.itemsize, place.replica, place.replicas)
+    mine = owned(shard, holding.name, holding.dtype.itemsize, place.replica, len(place.group))
     if not mine.boxes:
         return
     for casts, boxes in routes.items():

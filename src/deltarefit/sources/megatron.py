@@ -45,7 +45,7 @@ class MegatronSource(TensorSource):
 
     def __init__(
         self,
-        model: torch.nn.Module | Sequence[torch.nn.Module],
+        model_chunks: torch.nn.Module | Sequence[torch.nn.Module],
         *,
         hf_config: Any,
         names: str | Table = "auto",
@@ -55,17 +55,14 @@ class MegatronSource(TensorSource):
         exchange: Exchange | None = None,
         config: Any = None,
     ) -> None:
-        chunks = [_unwrapped(one) for one in ([model] if isinstance(model, torch.nn.Module) else model)]
+        given = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else model_chunks
+        chunks = [_unwrapped(one) for one in given]
         config, hf_config = config or chunks[0].config, _text_config(hf_config)
-        layout = layout_of(numbers_of(config, hf_config, chunks))
-        rules = table(names, _get(hf_config, "model_type"))
-        held = [list(_tensors(chunk)) for chunk in chunks]
-        planned = [
-            plan(layout, _chunk(chunk, own), rules, dtype.itemsize) for chunk, own in zip(chunks, held, strict=True)
-        ]
-        exchange = exchange or default_exchange()
+        layout, exchange = layout_of(numbers_of(config, hf_config, chunks)), exchange or default_exchange()
+        _check_world(layout, exchange)
+        rules = table(names, _get(hf_config, "model_type", None))
+        pairs = [pair for chunk in chunks for pair in _planned(chunk, layout, rules, dtype.itemsize)]
         stored = _Stored(dtype, (*(dtypes or {}).items(), *KEPT.items()))
-        pairs = [(one, tensor) for ones, own in zip(planned, held, strict=True) for one, tensor in _joined(ones, own)]
         catalog = agree(_entries(pairs, stored), layout, exchange)
         super().__init__(_parts(pairs, stored), catalog, exchange, files=files)
 
@@ -220,18 +217,16 @@ def _tensors(model: torch.nn.Module) -> Iterator[_Tensor]:
                 yield _Tensor(f"{prefix}.{leaf}" if prefix else leaf, module, leaf, buffer)
 
 
-def _chunk(model: Any, held: Sequence[_Tensor]) -> Chunk:
-    shapes = {tensor.name: tuple(tensor.now().shape) for tensor in held}
-    parallel = frozenset(tensor.name for tensor in held if getattr(tensor.now(), "tensor_model_parallel", False))
-    return Chunk(shapes, [layer.layer_number - 1 for layer in model.decoder.layers], parallel)
-
-
 Pair = tuple[Planned, _Tensor]
 
 
-def _joined(planned: Sequence[Planned], held: Sequence[_Tensor]) -> Iterator[Pair]:
-    by_name = {tensor.name: tensor for tensor in held}
-    return ((one, by_name[one.name]) for one in planned)
+def _planned(model: Any, layout: Layout, rules: Table, width: int) -> list[Pair]:
+    """What this rank has of one chunk, each with where it is kept."""
+    held = {tensor.name: tensor for tensor in _tensors(model)}
+    shapes = {name: tuple(tensor.now().shape) for name, tensor in held.items()}
+    parallel = frozenset(name for name in held if getattr(held[name].now(), "tensor_model_parallel", False))
+    chunk = Chunk(shapes, [layer.layer_number - 1 for layer in model.decoder.layers], parallel)
+    return [(one, held[one.name]) for one in plan(layout, chunk, rules, width)]
 
 
 def _entries(pairs: Sequence[Pair], stored: _Stored) -> list[TensorEntry]:

@@ -21,14 +21,13 @@ from deltarefit.errors import UsageError
 
 @dataclass(frozen=True)
 class Place:
-    """An interval of a global tensor in each dimension. ``replicas`` ranks hold it, this one as number ``replica``;
-    ``leader`` is the rank that holds it as number 0."""
+    """An interval of a global tensor in each dimension. All ranks of ``group`` (of the exchange) hold it, this one as
+    number ``replica`` of them."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
+    group: tuple[int, ...] = (0,)
     replica: int = 0
-    replicas: int = 1
-    leader: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,21 +60,20 @@ def place_of(name: str, tensor: DTensor, ranks: Sequence[int]) -> Place:
             expected=f"a local shape {place.sizes}",
             found=f"{local} of {tuple(tensor.shape)} under {tensor.placements}",
         )
-    first = tuple(0 if isinstance(axis.placement, Replicate) else axis.coordinate for axis in axes)
-    return _with_copies(name, place, mesh.mesh.flatten().tolist(), int(mesh.mesh[first]), ranks)
+    everywhere = (slice(None) if isinstance(axis.placement, Replicate) else axis.coordinate for axis in axes)
+    holders = mesh.mesh[tuple(everywhere)].flatten().tolist()
+    group = _with_copies(name, holders, mesh.mesh.flatten().tolist(), ranks)
+    return replace(place, group=group, replica=group.index(list(ranks).index(mesh.get_rank())))
 
 
 def place_in(name: str, shape: tuple[int, ...], axes: Sequence[Axis]) -> Place:
-    """The interval by the rules above, replicas within the mesh, no leader yet."""
+    """The interval by the rules above; no group yet."""
     starts, sizes = [0] * len(shape), list(shape)
     for dim in range(len(shape)):
         for axis in _order(name, [axis for axis in axes if _dim(name, axis.placement, len(shape)) == dim]):
             start, sizes[dim] = _chunk(sizes[dim], axis)
             starts[dim] += start
-    place = Place(tuple(starts), tuple(sizes))
-    for axis in (axis for axis in axes if isinstance(axis.placement, Replicate)):
-        place = replace(place, replica=place.replica * axis.size + axis.coordinate, replicas=place.replicas * axis.size)
-    return place
+    return Place(tuple(starts), tuple(sizes))
 
 
 def _dim(name: str, placement: Placement, dims: int) -> int | None:
@@ -109,8 +107,9 @@ def _chunk(size: int, axis: Axis) -> tuple[int, int]:
     return start, min(chunk, size - start)
 
 
-def _with_copies(name: str, place: Place, mesh: Sequence[int], leader: int, ranks: Sequence[int]) -> Place:
-    """Replicas counted over all copies of a mesh among ``ranks``: shifts of it that fill them, lowest first."""
+def _with_copies(name: str, holders: Sequence[int], mesh: Sequence[int], ranks: Sequence[int]) -> tuple[int, ...]:
+    """``holders`` in a mesh, and in all copies of it: the shifts of it that fill ``ranks``, lowest first. As numbers in
+    ``ranks``."""
     numbers = {rank: number for number, rank in enumerate(ranks)}
     if not all(rank in numbers for rank in mesh):
         raise UsageError(f"{name}: its mesh reaches beyond the ranks that publish", expected=list(ranks), found=mesh)
@@ -119,9 +118,7 @@ def _with_copies(name: str, place: Place, mesh: Sequence[int], leader: int, rank
     if shifts is None or own[0] not in shifts:
         found = f"{list(mesh)} of {len(ranks)} ranks"
         raise UsageError(f"{name}: copies of its mesh do not fill the ranks that publish", found=found)
-    replica = shifts.index(own[0]) * place.replicas + place.replica
-    first = ranks[numbers[leader] - own[0]]
-    return replace(place, replica=replica, replicas=len(shifts) * place.replicas, leader=first)
+    return tuple(numbers[rank] - own[0] + shift for shift in shifts for rank in holders)
 
 
 def _shifts(pattern: Sequence[int], count: int) -> list[int] | None:

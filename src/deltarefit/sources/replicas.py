@@ -2,13 +2,19 @@
 
 Splitting a replicated tensor among its holders is sound only if they agree. Tensors that every rank updates for itself
 (norms and routers beside tensor parallelism) can drift apart without anyone noticing.
+
+The first holder of a tensor leads. The others ask it, each with a number drawn for this one check; it answers all at
+once when all have asked, and names their numbers, so that nobody compares with an answer to an earlier question.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -21,50 +27,58 @@ from deltarefit.sources.local import Fetch
 
 STEP = 8 << 20
 """Elements that are brought to the CPU at a time."""
-PER_MESSAGE = 64
+PER_MESSAGE = 32
 """Digests in one message."""
 PAUSE = 0.02
 """Seconds between two looks for a message."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Replicated:
-    """A local tensor that others hold too; ``leader`` is the rank (in the exchange) whose bits count as the right
+    """A local tensor that all ranks of ``group`` (in the exchange) hold; the first one's bits count as the right
     ones."""
 
     name: str
     local: Fetch
-    leader: int
+    group: tuple[int, ...]
+
+    @property
+    def leader(self) -> int:
+        return self.group[0]
 
 
-def check_replicas(every: Sequence[Replicated], exchange: Exchange, number: int, timeout: float) -> None:
-    """Compare with each leader. Every rank calls this, with the same ``number``, which is used once.
+def check_replicas(every: Sequence[Replicated], exchange: Exchange, timeout: float) -> None:
+    """Compare every tensor with its leader's. All ranks call this at the same step of training.
 
     ``IntegrityError`` names the tensors that differ, on the ranks where they differ from the leader's;
-    ``UnavailableError`` if a leader says nothing for ``timeout`` seconds.
+    ``UnavailableError`` if a rank says nothing for ``timeout`` seconds.
     """
-    digests = {one.name: _digest(one) for one in every}
-    own = {one.name: digests[one.name] for one in every if one.leader == exchange.rank}
-    _say(exchange, number, own)
-    drifted = []
-    for leader in sorted({one.leader for one in every} - {exchange.rank}):
-        theirs = _heard(exchange, number, leader, timeout)
-        names = [one.name for one in every if one.leader == leader]
-        drifted += [f"{name} (rank {leader})" for name in names if theirs.get(name) != digests[name]]
+    digests = {one.name: str(_digest(one)) for one in every}
+    leaders = sorted({one.leader for one in every} - {exchange.rank})
+    nonce = secrets.token_hex(8)
+    for leader in leaders:
+        exchange.put(_ask(leader, exchange.rank), nonce.encode())
+    try:
+        _answer(exchange, [one for one in every if one.leader == exchange.rank], digests, timeout)
+        theirs = {leader: _answered(exchange, leader, nonce, timeout) for leader in leaders}
+    finally:
+        for leader in leaders:
+            exchange.delete(_ask(leader, exchange.rank))
+    others = (one for one in every if one.leader != exchange.rank)
+    _refuse(exchange.rank, [one for one in others if theirs[one.leader].get(one.name) != digests[one.name]])
+
+
+def _refuse(rank: int, drifted: Sequence[Replicated]) -> None:
     if drifted:
+        more = f" and {len(drifted) - 8} more" if len(drifted) > 8 else ""
         raise IntegrityError(
-            f"rank {exchange.rank} holds other bits than a rank that should hold the same",
+            f"rank {rank} holds other bits than a rank that should hold the same",
             expected="equal bits wherever a tensor is replicated",
-            found=", ".join(drifted[:8]) + (f" and {len(drifted) - 8} more" if len(drifted) > 8 else ""),
+            found=", ".join(f"{one.name} (rank {one.leader})" for one in drifted[:8]) + more,
             next_step="Broadcast them from one rank, and find out why they are updated differently.",
         )
-
-
-def forget(exchange: Exchange, number: int, every: Sequence[Replicated]) -> None:
-    """Take back what this rank said in check ``number``, once a later check shows that all have heard it."""
-    count = sum(one.leader == exchange.rank for one in every)
-    for part in range(_messages(count)):
-        exchange.delete(_key(number, exchange.rank, part))
 
 
 def _digest(one: Replicated) -> Digest:
@@ -76,34 +90,49 @@ def _chunks(flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     return ((start, flat[start : start + STEP]) for start in range(0, flat.numel(), STEP))
 
 
-def _messages(count: int) -> int:
-    return -(-count // PER_MESSAGE) or 1
+def _ask(leader: int, rank: int) -> str:
+    return f"replicas/ask/{leader}/{rank}"
 
 
-def _key(number: int, rank: int, part: int) -> str:
-    return f"replicas/{number}/{rank}/{part}"
+def _reply(leader: int, part: int) -> str:
+    return f"replicas/answer/{leader}/{part}"
 
 
-def _say(exchange: Exchange, number: int, digests: dict[str, Digest]) -> None:
-    """One line for each tensor, in several messages; the first line of each says how many there are."""
-    lines = [f"{digest} {name}" for name, digest in digests.items()]
-    count = _messages(len(lines))
-    for part in range(count):
-        some = lines[part * PER_MESSAGE : (part + 1) * PER_MESSAGE]
-        exchange.put(_key(number, exchange.rank, part), "\n".join([str(count), *some]).encode())
+def _answer(exchange: Exchange, led: Sequence[Replicated], digests: dict[str, str], timeout: float) -> None:
+    """Wait for all that this rank leads, then say all digests; the first part, with the numbers asked with, last."""
+    followers = sorted({rank for one in led for rank in one.group} - {exchange.rank})
+    if not followers:
+        return
+    asks = [_heard(partial(exchange.get, _ask(exchange.rank, rank)), rank, timeout) for rank in followers]
+    lines = [f"{digests[one.name]} {one.name}" for one in led]
+    parts = [lines[start : start + PER_MESSAGE] for start in range(0, len(lines), PER_MESSAGE)]
+    for number in reversed(range(1, len(parts))):
+        exchange.put(_reply(exchange.rank, number), "\n".join(parts[number]).encode())
+    nonces = " ".join(ask.decode() for ask in asks)
+    exchange.put(_reply(exchange.rank, 0), "\n".join([nonces, str(len(parts)), *parts[0]]).encode())
 
 
-def _heard(exchange: Exchange, number: int, rank: int, timeout: float) -> dict[str, Digest]:
-    found: dict[str, Digest] = {}
-    part, count, deadline = 0, 1, time.monotonic() + timeout
-    while part < count:
-        said = exchange.get(_key(number, rank, part))
-        if said is not None:
-            first, *lines = said.decode().split("\n")
-            count, part = int(first), part + 1
-            found.update((name, _parsed(digest)) for digest, _, name in (line.partition(" ") for line in lines))
-        elif time.monotonic() > deadline:
-            raise UnavailableError(f"rank {rank} did not say what it holds", expected=f"within {timeout:g} seconds")
-        else:
-            time.sleep(PAUSE)
-    return found
+def _answered(exchange: Exchange, leader: int, nonce: str, timeout: float) -> dict[str, str]:
+    """What a leader says, by tensor."""
+
+    def mine() -> list[str] | None:
+        said = (exchange.get(_reply(leader, 0)) or b"").decode().split("\n")
+        return said if nonce in said[0].split() else None
+
+    _, count, *lines = _heard(mine, leader, timeout)
+    for number in range(1, int(count)):
+        lines += _heard(partial(exchange.get, _reply(leader, number)), leader, timeout).decode().split("\n")
+    return {name: digest for digest, _, name in (line.partition(" ") for line in lines)}
+
+
+def _heard(listen: Callable[[], T | None], rank: int, timeout: float) -> T:
+    deadline = time.monotonic() + timeout
+    while (said := listen()) is None:
+        if time.monotonic() > deadline:
+            raise UnavailableError(
+                f"rank {rank} did not take part in comparing replicas",
+                expected=f"a word within {timeout:g} seconds",
+                next_step="Publish again when all ranks are alive.",
+            )
+        time.sleep(PAUSE)
+    return said

@@ -88,6 +88,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._memories: dict[int, _Memory] = {}
         self._alive: list[torch.UntypedStorage] = []
+        self._composed: dict[tuple[tuple[Box, ...], Box], tuple[Box, ...]] = {}
         self._rules: dict[Any, Callable[..., None]] = {
             torch.ops.aten.clone: self._copied,
             torch.ops.aten._to_copy: self._copied,
@@ -185,11 +186,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory.patched |= behind.patched
         starts = int(source.storage_offset()), int(out.storage_offset())
         copy = Box(tuple(source.shape), starts[0], source.stride(), starts[1], out.stride())
-        step = {_MEMORY: AffineMap((behind.numel,), ((_MEMORY, copy),))}
         for origin in tuple(behind.origins):
-            inner = AffineMap((), tuple((_MEMORY, box) for box in origin.boxes))
-            if boxes := compose(inner, step).of(_MEMORY):
+            if boxes := self._through(origin.boxes, behind.numel, copy):
                 memory.origins.append(Origin(origin.source, origin.casts + casts, boxes))
+
+    def _through(self, boxes: tuple[Box, ...], numel: int, copy: Box) -> tuple[Box, ...]:
+        """``boxes`` into a memory, and then ``copy`` out of it. Layers of a model are alike: each is composed once."""
+        key = boxes, copy
+        if key not in self._composed:
+            inner = AffineMap((), tuple((_MEMORY, box) for box in boxes))
+            outer = {_MEMORY: AffineMap((numel,), ((_MEMORY, copy),))}
+            self._composed[key] = compose(inner, outer).of(_MEMORY)
+        return self._composed[key]
 
 
 def _same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -123,6 +123,46 @@ class Retrying:
         return call()
 
 
+class Limited:
+    """``ports.Store`` over another whose uploads share ``bytes_per_s``, as over one slow link. For benchmarks and tests."""
+
+    def __init__(self, store: Store, bytes_per_s: float) -> None:
+        self._store, self._rate = store, bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._pass(len(data))
+        self._store.put(key, data)
+
+    def create(self, key: str, data: bytes) -> None:
+        self._pass(len(data))
+        self._store.create(key, data)
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        return self._store.get(key, start, length)
+
+    def size(self, key: str) -> int:
+        return self._store.size(key)
+
+    def list(self, prefix: str = "") -> Iterator[tuple[str, int]]:
+        return self._store.list(prefix)
+
+    def delete(self, key: str) -> None:
+        self._store.delete(key)
+
+    def _pass(self, nbytes: int) -> None:
+        """Wait until the link has carried what was before, and this."""
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + nbytes / self._rate
+            wait = self._free_at - time.monotonic()
+        time.sleep(max(0.0, wait))
+
+
 class Kind(Enum):
     """What goes wrong in one call."""
 
