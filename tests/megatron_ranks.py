@@ -1,26 +1,23 @@
 """One rank of real Megatron-Core trainers on the CPU (gloo), for ``test_source_megatron``: builds and trains small
 models under several parallel layouts, and writes down what its source reads and what it holds.
-
-``python -m tests.megatron_ranks DIRECTORY RANK``; results go to ``DIRECTORY/<case>/<rank>.npz``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from deltarefit.errors import IntegrityError
 from deltarefit.sources.megatron import MegatronSource
+from tests.distributed import Job
 from tests.megatron_oracle import Grid, Model
 from tests.sources import read_pieces
 
@@ -91,8 +88,10 @@ class Wrapped(torch.nn.Module):
         self.module = module
 
 
-def without_gpu() -> None:
-    """What Megatron-Core 0.16 asks of CUDA on the way, answered for the CPU."""
+def preload() -> None:
+    """For processes that fork: import Megatron-Core, and answer for the CPU what 0.16 asks of CUDA on the way."""
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.models.gpt.gpt_model  # noqa: F401
     from megatron.core.tensor_parallel import random as parallel_random
     from megatron.core.transformer.moe import moe_utils
 
@@ -216,10 +215,12 @@ def shake(chunks: Sequence[Any]) -> None:
 # ------------------------------------------------------------------------------------ what is written down
 
 
-def run(case: Case, directory: Path) -> None:
-    """Two steps, then what the source reads in bfloat16 and in float32, the local tensors, and the logits."""
+def run(job: Job, name: str) -> str:
+    """Two steps, then what the source reads in bfloat16 and in float32, the local tensors, and the logits. The
+    answer is what became of a copy that drifted on the last rank."""
     from megatron.core import parallel_state as mpu
 
+    case = next(case for case in CASES if case.name == name)
     grid = case.grid
     mpu.initialize_model_parallel(
         grid.tp, grid.pp, grid.vpp if grid.vpp > 1 else None, expert_model_parallel_size=grid.ep,
@@ -246,8 +247,27 @@ def run(case: Case, directory: Path) -> None:
         logits = forward(case, chunks, tokens)[-1]
     if mpu.is_pipeline_last_stage():
         arrays["logits"] = logits[0].numpy()
-    np.savez(directory / f"{dist.get_rank()}.npz", **arrays)
+    np.savez(job.directory / f"{job.rank}.npz", **arrays)
+    answer = drift(case, chunks)
     mpu.destroy_model_parallel()
+    return answer
+
+
+def drift(case: Case, chunks: Sequence[Any]) -> str:
+    """Change one bit of a norm that all ranks of a stage hold, on the last rank: what each finds out."""
+    source = MegatronSource(chunks, hf_config=case.hf_config, check_every=2)
+    with source.hold():
+        pass
+    norm = chunks[-1].decoder.layers[-1].input_layernorm.weight
+    if dist.get_rank() == WORLD - 1:
+        norm.data.view(torch.int32)[0] ^= 1
+    with source.hold():
+        pass
+    try:
+        source.check_replicas(60)
+    except IntegrityError as error:
+        return str(error)
+    return "all alike"
 
 
 def _read(case: Case, chunks: Sequence[Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -257,19 +277,3 @@ def _read(case: Case, chunks: Sequence[Any], dtype: torch.dtype) -> dict[str, An
         row = (piece.tensor, piece.offset, piece.length, piece.run, piece.step, piece.pitch, int(piece.overwrite))
         found |= {f"{prefix}/{number}/piece": np.array(row), f"{prefix}/{number}/bits": array}
     return {**found, f"{prefix}/catalog": np.frombuffer(source.catalog.to_bytes(), np.uint8)}
-
-
-def main(directory: Path, rank: int) -> None:
-    torch.set_num_threads(1)
-    without_gpu()
-    store = dist.FileStore(str(directory / "rendezvous"), WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=100))
-    for case in CASES:
-        (directory / case.name).mkdir(exist_ok=True)
-        run(case, directory / case.name)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -23,6 +23,7 @@ from tests import test_faults as faults
 from tests import test_publisher as publishers
 from tests import test_publisher_races as races
 from tests import test_receiver as receivers
+from tests import test_receiver_damage as damages
 from tests import test_receiver_refuses as refusals
 
 
@@ -184,6 +185,14 @@ def refuses_other_sums() -> None:
     refusals.test_a_delta_of_another_base_is_refused_and_not_for_ever_fetched(rng(), refusals.other_sums)
 
 
+def waits_for_what_does_not_add_up() -> None:
+    damages.test_what_producers_sealed_wrongly_disturbs_nobody(rng(), "baseline")
+
+
+def passes_what_was_sealed_wrongly() -> None:
+    damages.test_what_producers_sealed_wrongly_disturbs_nobody(rng(), "step")
+
+
 def forgets_another_run() -> None:
     """Both runs have as many versions, so that only the run tells them apart."""
     chain, other = chain_of("some"), h.publish_chain(np.random.default_rng(32), ("some",))
@@ -207,9 +216,7 @@ def walks_past_the_hint() -> None:
 
 def fetches_damaged_payloads_again() -> None:
     chain = chain_of("some")
-    manifest = RunLog.open(chain.store).attempt(2).manifest
-    assert manifest is not None
-    bad = [payload_prefix(2) + ref.sha256 for ref in manifest.payloads]
+    bad = [payload_prefix(2) + ref.sha256 for ref in RunLog.open(chain.store).attempt(2).payloads]
 
     class Once(k.KillingStore):
         def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
@@ -237,7 +244,7 @@ def an_anchor_without_a_part_is_refused() -> None:
     assert first.outcome is not None
     short = replace(anchor, payloads=anchor.payloads[:-1])
     chain.store.put("anchor/0000000001/anchor", short.to_bytes())
-    with pytest.raises(IntegrityError, match="an anchor ends at tensor"):
+    with pytest.raises(IntegrityError, match="owned 0 times"):
         h.followed(chain.store, MemoryBaseline())
 
 
@@ -247,7 +254,8 @@ CHECKS = [
     a_failed_publish_leaves_no_trace,
     overtaken_at_the_intent, overtaken_at_the_outcome, a_publisher_that_was_away_catches_up,
     our_commit_is_never_called_lost, gets_no_commit_without_payloads, finds_bits_changed_before_the_start,
-    refuses_another_base, refuses_other_sums, forgets_another_run,
+    refuses_another_base, refuses_other_sums, waits_for_what_does_not_add_up, passes_what_was_sealed_wrongly,
+    forgets_another_run,
     drops_what_was_aborted, waits_for_its_own_writes, walks_past_the_hint, fetches_damaged_payloads_again,
     can_stop_anywhere, an_anchor_without_a_part_is_refused,
 ]  # fmt: skip

@@ -262,7 +262,7 @@ def test_every_kind_cut_at_rows_stays_a_few_boxes(kind: Callable[[int], Kind], w
             assert (painted(mine, name, left.shape) == left).all()
             most = sum(2 * max(len(box.sizes), 1) - 1 for box in m.of(name))
             assert len(mine.of(name)) <= most
-            assert len(fit(left)) <= max(most, 6)
+            assert len(fit(left)) <= 6
 
 
 @kinds
@@ -307,6 +307,13 @@ def test_fit_of_noise_is_exact(values: list[int]) -> None:
     positions = np.array(values, np.int64)
     m = AffineMap((), tuple(("w", box) for box in fit(positions, limit=200)))
     assert (painted(m, "w", positions.shape) == positions).all()
+
+
+@pytest.mark.parametrize("width", [5, 24])
+@pytest.mark.parametrize(("first", "stop"), [(0, 50), (3, 50), (7, 11), (13, 71), (1, 72)])
+def test_a_range_cut_inside_rows_is_one_box(width: int, first: int, stop: int) -> None:
+    flat = np.where((probe((120,)) >= first) & (probe((120,)) < stop), probe((120,)) - first, -1)
+    assert fit(flat.reshape(-1, width)) == (Box((stop - first,), 0, (1,), first, (1,)),)
 
 
 def test_what_does_not_fit_is_counted_and_placed() -> None:
@@ -482,6 +489,7 @@ def test_rows_are_pieces_in_order(box: Box) -> None:
     [
         (Box((5, 4), 0, (4, 1), 8, (4, 1)), [(8, 20, 20, 1, 0)]),  # a range
         (Box((5, 4), 0, (1, 5), 8, (4, 1)), [(8, 20, 20, 1, 0)]),  # a range in another order: two local strides
+        (Box((5, 4), 0, (1, 5), 8, (8, 2)), [(8, 20, 1, 1, 2)]),  # the same of every other element
         (Box((5, 4), 0, (4, 1), 8, (9, 1)), [(8, 20, 4, 1, 9)]),  # columns
         (Box((5, 4), 0, (4, 1), 8, (9, 2)), [(8, 20, 4, 2, 9)]),  # columns with a step
         (Box((20,), 0, (1,), 3, (2,)), [(3, 20, 1, 1, 2)]),  # every other element
@@ -553,6 +561,29 @@ def canonical_of(box: Box, local: int) -> list[int]:
 def test_fit_of_positions_beyond_32_bits() -> None:
     positions = probe((24, 32), 1 << 50).transpose(1, 0)
     assert fit(positions) == (Box((32, 24), 1 << 50, (1, 32), 0, (24, 1)),)
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 100, 1000])
+@pytest.mark.parametrize("shape", [(-1,), (-1, 1, 4)])
+def test_fit_of_long_tensors_without_rows(turns: int, shape: tuple[int, ...]) -> None:
+    """``turns`` local ranges, element by element in turn; whole, and cut anywhere."""
+    each = 132_000 // turns
+    positions = probe((turns, each)).transpose().reshape(shape)
+    whole = Box((each, turns), 0, (1, each), 0, (turns, 1))
+    assert fit(positions) == ((whole,) if turns > 1 else (Box((each,), 0, (1,), 0, (1,)),))
+    cut = np.where((positions >= 777) & (positions < 131_001), positions, -1)
+    found = AffineMap((), tuple(("w", box) for box in fit(cut)))
+    assert (painted(found, "w", cut.shape) == cut).all()
+    assert len(found.boxes) <= 5
+
+
+@pytest.mark.parametrize("columns", [1, 64])
+def test_noise_is_refused_soon(columns: int) -> None:
+    noise = np.random.default_rng(0).permutation(1 << 20).reshape(-1, columns)
+    start = time.perf_counter()
+    with pytest.raises(NotAffineError, match="of 1048576 positions do not fit into 64 boxes"):
+        fit(noise)
+    assert time.perf_counter() - start < 20
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 3, 2, 1), (1, 0, 2, 3)])

@@ -494,5 +494,7 @@ def test_what_is_sealed_and_adds_up_may_be_staged() -> None:
     for producers in (1, 2, 3):
         assert m.adds_up(attempt(2, "a", 1, "sealed", producers=producers))
         assert not m.adds_up(attempt(2, "a", 1, "", producers=producers))
-    assert m.adds_up(attempt(1, "a", 0, "sealed", producers=2))
+    first = attempt(1, "a", 0, "sealed", producers=2)
+    assert m.adds_up(first)
+    assert not m.adds_up(replace(first, manifests=first.manifests[:1]))  # nothing to add up to in the first version
     assert not m.adds_up(m.Attempt(2))

@@ -162,6 +162,8 @@ def test_the_first_wrong_tensor_is_named() -> None:
         check_coverage(catalog, [[whole(0, 4), Piece(2, 0, 4, 4)], [Piece(2, 3, 3, 3)]])
     with pytest.raises(UsageError, match=r"t0: element 0 is owned 0 times; .* found no owner"):
         check_coverage(catalog, [[whole(2, 6)]])
+    with pytest.raises(UsageError, match="t1: element 4 is owned 0 times"):
+        check_coverage(catalog_of(4, 6), [[whole(0, 4), whole(1, 4)]])
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,10 @@ def total(job: Job, factor: int) -> list[Any]:
     return [job.rank, job.size, int(tensor)]
 
 
+def nothing() -> None:
+    """To import before forking."""
+
+
 def fail(job: Job) -> None:
     raise ValueError("only here")
 
@@ -28,13 +32,13 @@ def hang(job: Job) -> None:
 
 
 def test_results_come_by_rank() -> None:
-    started = world(2).start(total, 10)
-    assert started.results(30) == [[0, 2, 10], [1, 2, 10]]
-    assert sorted(path.name for path in started.directory.glob("*.txt")) == ["0.txt", "1.txt"]
+    started = world(4).start(total, 10)
+    assert started.results(30) == [[0, 4, 60], [1, 4, 60], [2, 4, 60], [3, 4, 60]]
+    assert sorted(path.name for path in started.directory.glob("*.txt")) == [f"{rank}.txt" for rank in range(4)]
 
 
 def test_a_rank_that_fails_or_hangs_fails_the_test_and_the_next_one_works() -> None:
-    lone = World(1)
+    lone = World(1, preload="tests.test_distributed_runner:nothing")
     try:
         with pytest.raises(RankFailedError, match="ValueError: only here"):
             lone.run(fail)

@@ -204,6 +204,7 @@ def test_a_bad_geometry_is_refused_by_name(level: str) -> None:
         (5, 3, 1, 3): "simpler",
         (2**48, 3, 2, 9): "beyond",
         (5, 2**48 - 1, 2**47, 2**48 - 1): "overlap",
+        (5, 2**33 + 1, 2**31, 9): "overlap",
         (5, 2, 1, 2**47): "beyond",
         (2**48 - 4, 3, 2, 11): "beyond",
     }

@@ -3,13 +3,14 @@ checkpoints that transformers writes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import transformers
+from safetensors import safe_open
 
 from deltarefit.errors import UsageError
 from deltarefit.sources import megatron_kinds as kinds
@@ -18,6 +19,7 @@ from deltarefit.sources.megatron_kinds import Layout, Numbers, Rule
 from deltarefit.sources.megatron_layouts import Cut, DeltaNet, Heads, Mamba
 from deltarefit.sources.megatron_names import FAMILIES, STACKED_EXPERTS, table
 from deltarefit.sources.megatron_plan import Chunk, Planned, canonical_shapes, plan
+from tests import megatron_families as families
 from tests import megatron_oracle as oracle
 from tests.megatron_checks import Shapes, check_once, positions
 from tests.megatron_oracle import Grid, Model
@@ -61,7 +63,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("split_bytes", [1, 1 << 20])
-@pytest.mark.parametrize(("model", "grid"), CASES, ids=str)
+@pytest.mark.parametrize(("model", "grid"), CASES)
 def test_every_element_has_one_owner_and_the_right_place(
     model: Model, grid: Grid, split_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,10 +78,10 @@ def test_every_element_has_one_owner_and_the_right_place(
         for layers, tensors in oracle.local_tensors(model, grid, rank, hf):
             chunk = Chunk({name: tensor.shape for name, tensor in tensors.items()}, layers)
             for one in plan(layout, chunk, FAMILIES["qwen3_moe"]):
-                assert {name: shapes[name] for name in one.shapes} == dict(one.shapes)
+                assert {name: shapes[name] for name in one.placed.shapes} == dict(one.placed.shapes)
                 found = positions(one.map, first)
                 owned = found != oracle.PADDING
-                assert np.array_equal(found[owned], tensors[one.name].reshape(-1)[owned])
+                assert np.array_equal(found[owned], tensors[one.local].reshape(-1)[owned])
                 maps.append(one.map)
         by_rank.append(maps)
     check_once(shapes, by_rank)
@@ -141,7 +143,7 @@ def test_tables_by_name() -> None:
     own = [Rule("w", kinds.column, ("x",)), *FAMILIES["qwen3"]]
     assert table("auto", "qwen3") is table("qwen3", None) is FAMILIES["qwen3"]
     assert table(own, "qwen3") is own
-    assert _plan({"w": (4, 3)}, own)[0].shapes == {"x": (4, 3)}
+    assert _plan({"w": (4, 3)}, own)[0].placed.shapes == {"x": (4, 3)}
     for names, family in (("auto", "vicuna"), ("auto", None), ("vicuna", "qwen3")):
         with pytest.raises(UsageError, match=r"no names are known for the model family.*one of deepseek_v2"):
             table(names, family)
@@ -155,150 +157,16 @@ def test_norms_stored_minus_one() -> None:
     ):  # fmt: skip
         layout = Layout(replace(numbers_of(Model()), centred=centred))
         (one,) = plan(layout, Chunk({name: (16,)}, [0]), FAMILIES[family])
-        assert one.add == add
+        assert one.placed.add == add
         assert one.map.boxes
 
 
 # ------------------------------------------------------------------------------------ tables against transformers
 
-HIDDEN, FFN, EXPERT_FFN, SHARED_FFN, HEADS, GROUPS, DIM, VOCAB = 32, 48, 24, 40, 4, 2, 6, 50
-COMMON = {
-    "hidden_size": HIDDEN, "intermediate_size": FFN, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS,
-    "head_dim": DIM, "vocab_size": VOCAB, "num_hidden_layers": 2, "tie_word_embeddings": False,
-}  # fmt: skip
-MOE = {"num_experts": 4, "moe_intermediate_size": EXPERT_FFN}
-DELTA, MAMBA = DeltaNet(2, 4, 10, 6), Mamba(8, 6, 2, 5)
-
-
-def _attention(tp: int, te: bool, bias: bool = False, gate: bool = False, out_bias: bool = False) -> Shapes:
-    rows = Heads(HEADS, GROUPS, DIM, gate).block * GROUPS // tp
-    norm = "self_attention.linear_qkv.layer_norm_weight" if te else "input_layernorm.weight"
-    shapes: dict[str, tuple[int, ...]] = {norm: (HIDDEN,), "self_attention.linear_qkv.weight": (rows, HIDDEN)}
-    shapes["self_attention.linear_proj.weight"] = (HIDDEN, HEADS * DIM // tp)
-    shapes |= {"self_attention.linear_qkv.bias": (rows,)} if bias else {}
-    return shapes | ({"self_attention.linear_proj.bias": (HIDDEN,)} if out_bias else {})
-
-
-def _qk_norm() -> Shapes:
-    return {f"self_attention.{side}_layernorm.weight": (DIM,) for side in "qk"}
-
-
-def _dense(tp: int, te: bool, ffn: int = FFN, prefix: str = "mlp.") -> Shapes:
-    norm = (
-        {"mlp.linear_fc1.layer_norm_weight" if te else "pre_mlp_layernorm.weight": (HIDDEN,)}
-        if prefix == "mlp."
-        else {}
-    )
-    return {
-        **norm,
-        f"{prefix}linear_fc1.weight": (2 * ffn // tp, HIDDEN),
-        f"{prefix}linear_fc2.weight": (HIDDEN, ffn // tp),
-    }
-
-
-def _experts(etp: int, local: int, grouped: bool, bias: bool = False) -> Shapes:
-    shapes: dict[str, tuple[int, ...]] = {"pre_mlp_layernorm.weight": (HIDDEN,), "mlp.router.weight": (4, HIDDEN)}
-    for number in range(local):
-        name = "mlp.experts.{}.%s{}" if grouped else "mlp.experts.local_experts.{1}.{0}.%s"
-        for part, fc1, fc2 in (("weight", (2 * EXPERT_FFN // etp, HIDDEN), (HIDDEN, EXPERT_FFN // etp)),
-                               ("bias", (2 * EXPERT_FFN // etp,), (HIDDEN,)))[: 2 if bias else 1]:  # fmt: skip
-            shapes[(name % part).format("linear_fc1", number)] = fc1
-            shapes[(name % part).format("linear_fc2", number)] = fc2
-    return shapes | ({"mlp.router.bias": (4,)} if bias else {})
-
-
-def _layers(family: str, grid: Grid, te: bool) -> list[Shapes]:
-    """Local shapes of the two layers of a model of a family; Transformer Engine's names or the local ones."""
-    tp, experts = grid.tp, _experts(grid.etp, 4 // grid.ep, grouped=te)
-    shared = _dense(tp, te, SHARED_FFN, "mlp.shared_experts.")
-    gate = {"mlp.shared_experts.gate_weight": (1, HIDDEN)}
-    if family == "deepseek_v3":
-        return [{**_latent(tp, te), **_dense(tp, te)}, {**_latent(tp, te), **experts, **shared, **_expert_bias()}]
-    if family == "gpt_oss":
-        sinks = {"self_attention.core_attention.softmax_offset": (HEADS // tp,)}
-        layer = {**_attention(tp, te, True, out_bias=True), **sinks, **_experts(grid.etp, 4 // grid.ep, te, bias=True)}
-        return [layer, layer]
-    if family == "qwen3_next":
-        rest = {**experts, **shared, **gate}
-        return [{**_delta_net(tp, te), **rest}, {**_attention(tp, te, gate=True), **_qk_norm(), **rest}]
-    if family == "nemotron_h":
-        mlp = {"mlp.linear_fc1.layer_norm_weight": (HIDDEN,), "mlp.linear_fc1.weight": (FFN // tp, HIDDEN)}
-        return [_mixer(tp), _attention(tp, te), {**mlp, "mlp.linear_fc2.weight": (HIDDEN, FFN // tp)}]
-    more = {
-        "llama": _dense(tp, te), "mistral": _dense(tp, te), "qwen2": _dense(tp, te),
-        "qwen3": {**_dense(tp, te), **_qk_norm()}, "qwen3_moe": {**experts, **_qk_norm()}, "mixtral": experts,
-        "qwen2_moe": {**experts, **shared, **gate},
-    }[family]  # fmt: skip
-    layer = {**_attention(tp, te, bias=family in ("qwen2", "qwen2_moe")), **more}
-    return [layer, layer]
-
-
-def _expert_bias() -> Shapes:
-    return {"mlp.router.expert_bias": (4,)}
-
-
-def _latent(tp: int, te: bool) -> Shapes:
-    """Down projections: a layer of its own on every rank with Transformer Engine, column-parallel without."""
-    cut = 1 if te else tp
-    q_norm, kv_norm = ("linear_q_up_proj.layer_norm_weight", "linear_kv_up_proj.layer_norm_weight") if te else (
-        "q_layernorm.weight", "kv_layernorm.weight")  # fmt: skip
-    shapes = {
-        "linear_q_down_proj.weight": (16 // cut, HIDDEN), q_norm: (16,),
-        "linear_q_up_proj.weight": (HEADS * 10 // tp, 16), "linear_kv_down_proj.weight": (24 // cut, HIDDEN),
-        kv_norm: (20,), "linear_kv_up_proj.weight": (HEADS * 14 // tp, 20),
-        "linear_proj.weight": (HIDDEN, HEADS * 8 // tp),
-    }  # fmt: skip
-    return {"input_layernorm.weight": (HIDDEN,), **{f"self_attention.{name}": s for name, s in shapes.items()}}
-
-
-def _delta_net(tp: int, te: bool) -> Shapes:
-    conv = 2 * DELTA.keys + DELTA.values
-    norm = "self_attention.in_proj.layer_norm_weight" if te else "input_layernorm.weight"
-    shapes: dict[str, tuple[int, ...]] = {
-        "in_proj.weight": ((conv + DELTA.values + 2 * DELTA.value_heads) // tp, HIDDEN),
-        "conv1d.weight": (conv // tp, 1, 4), "A_log": (DELTA.value_heads // tp,), "dt_bias": (DELTA.value_heads // tp,),
-        "out_norm.weight": (DELTA.value_dim,), "out_proj.weight": (HIDDEN, DELTA.values // tp),
-    }  # fmt: skip
-    return {norm: (HIDDEN,), **{f"self_attention.{name}": shape for name, shape in shapes.items()}}
-
-
-def _mixer(tp: int) -> Shapes:
-    conv, heads = MAMBA.inner + 2 * MAMBA.shared, MAMBA.heads // tp
-    shapes: dict[str, tuple[int, ...]] = {
-        "in_proj.layer_norm_weight": (HIDDEN,), "in_proj.weight": ((conv + MAMBA.inner + MAMBA.heads) // tp, HIDDEN),
-        "conv1d.weight": (conv // tp, 1, 4), "conv1d.bias": (conv // tp,), "A_log": (heads,), "D": (heads,),
-        "dt_bias": (heads,), "norm.weight": (MAMBA.inner // tp,), "out_proj.weight": (HIDDEN, MAMBA.inner // tp),
-    }  # fmt: skip
-    return {f"mixer.{name}": shape for name, shape in shapes.items()}
-
-
-FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {}, "mistral": {}, "qwen2": {"hidden_size": HEADS * DIM}, "qwen3": {}, "qwen3_moe": MOE,
-    "mixtral": {"num_local_experts": 4, "intermediate_size": EXPERT_FFN},
-    "qwen2_moe": {**MOE, "hidden_size": HEADS * DIM, "shared_expert_intermediate_size": SHARED_FFN},
-    "deepseek_v3": {
-        "moe_intermediate_size": EXPERT_FFN, "n_routed_experts": 4, "q_lora_rank": 16, "kv_lora_rank": 20,
-        "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 1, "n_group": 1,
-        "topk_group": 1, "num_key_value_heads": HEADS,
-    },
-    "gpt_oss": {"num_local_experts": 4, "intermediate_size": EXPERT_FFN},
-    "qwen3_next": {
-        **MOE, "shared_expert_intermediate_size": SHARED_FFN, "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 10, "linear_value_head_dim": 6,
-    },
-    "nemotron_h": {
-        "num_hidden_layers": 3, "hybrid_override_pattern": "M*-", "mamba_num_heads": 8, "mamba_head_dim": 6,
-        "n_groups": 2, "ssm_state_size": 5, "conv_kernel": 4,
-    },
-}  # fmt: skip
-
 
 def _written(family: str, directory: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what transformers saves for a model of the family."""
-    transformers = pytest.importorskip("transformers")
-    from safetensors import safe_open
-
-    config = transformers.AutoConfig.for_model(family, **{**COMMON, **FAMILY_CONFIGS[family]})
+    config = transformers.AutoConfig.for_model(family, **{**families.COMMON, **families.CONFIGS[family]})
     if family == "deepseek_v3":
         config.n_shared_experts = 1
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
@@ -309,51 +177,117 @@ def _written(family: str, directory: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _planned(family: str, grid: Grid, te: bool, shapes: Shapes) -> Iterator[list[Planned]]:
-    hidden = shapes[next(name for name in shapes if "embed" in name)][1]
-    numbers = Numbers(
-        VOCAB, len(_layers(family, grid, te)), Heads(HEADS, GROUPS, DIM, family == "qwen3_next"),
-        gated=family != "nemotron_h", centred=family == "qwen3_next", experts=4, q_lora=16, kv_lora=24, delta=DELTA,
-        mamba=MAMBA,
+def _family_numbers(family: str) -> Numbers:
+    f = families
+    return Numbers(
+        f.VOCAB, 2, Heads(f.HEADS, f.GROUPS, f.DIM, family in ("qwen3_next", "qwen3_5_text")),
+        gated=family != "nemotron_h", experts=f.EXPERTS, q_lora=f.Q_LORA, kv_lora=f.KV_LORA,
+        delta=DeltaNet(f.KEY_HEADS, f.VALUE_HEADS, f.KEY_DIM, f.VALUE_DIM),
+        mamba=Mamba(f.MIXER_HEADS, f.MIXER_DIM, f.MIXER_GROUPS, f.MIXER_STATE),
     )  # fmt: skip
-    for rank in range(grid.world):
-        tensors = {
-            "embedding.word_embeddings.weight": (64 // grid.tp, hidden),
-            "output_layer.weight": (64 // grid.tp, hidden),
-        }
-        tensors["decoder.final_layernorm.weight"] = (hidden,)
-        for layer, local in enumerate(_layers(family, grid, te)):
-            tensors |= {f"decoder.layers.{layer}.{name}": shape for name, shape in local.items()}
-        yield plan(layout_of(numbers, grid, rank), Chunk(tensors, range(3)), FAMILIES[family])
 
 
-@pytest.mark.parametrize("family", sorted(FAMILY_CONFIGS))
-def test_names_and_shapes_are_those_of_the_checkpoint(family: str, tmp_path: Path) -> None:
-    """Every family: what the ranks say the checkpoint is, is what transformers writes; each element once."""
-    hidden = FAMILY_CONFIGS[family].get("hidden_size", HIDDEN)
-    shared = EXPERT_FFN if family == "deepseek_v3" else SHARED_FFN
+OLD = ("qwen3_moe", "mixtral")
+
+
+@pytest.mark.parametrize("family", sorted(families.CONFIGS))
+def test_names_shapes_and_places_are_those_of_the_checkpoint(family: str, tmp_path: Path) -> None:
+    """Every family: what the ranks say the checkpoint is, is what transformers writes; each element goes once, and to
+    where import code takes it from."""
     written = _written(family, tmp_path)
+    hf, first = oracle.numbered(written)
     for grid in (Grid(), Grid(tp=2, dp=2, ep=2, etp=2)):
-        for te in (True, False):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setitem(globals(), "HIDDEN", hidden)
-                patch.setitem(globals(), "SHARED_FFN", shared)
-                by_rank = list(_planned(family, grid, te, written))
-            assert canonical_shapes(one for ranks in by_rank for one in ranks) == written
-            check_once(written, [[one.map for one in ranks] for ranks in by_rank])
+        for experts in ("grouped", "sequential", "old")[: 3 if family in OLD else 2]:
+            by_rank = []
+            for rank in range(grid.world):
+                tensors = families.local_tensors(family, grid, rank, hf, experts)
+                chunk = Chunk({name: tensor.shape for name, tensor in tensors.items()}, range(3))
+                planned = plan(layout_of(_family_numbers(family), grid, rank), chunk, FAMILIES[family])
+                for one in planned:
+                    found = positions(one.map, first)
+                    owned = found != oracle.PADDING
+                    assert np.array_equal(found[owned], tensors[one.local].reshape(-1)[owned]), one.name
+                by_rank.append(planned)
+            assert canonical_shapes(one for planned in by_rank for one in planned) == written
+            check_once(written, [[one.map for one in planned] for planned in by_rank])
 
 
-def test_stacked_experts_before_the_family() -> None:
-    """[E, 2·ffn, hidden] and [E, hidden, ffn] where a checkpoint keeps experts stacked."""
-    grid = Grid(dp=4, ep=2, etp=2)
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.layers.0.mlp.experts.gate_up_proj": (4, 2 * EXPERT_FFN, HIDDEN),
-        "model.layers.0.mlp.experts.down_proj": (4, HIDDEN, EXPERT_FFN),
-    }
-    numbers, by_rank = replace(numbers_of(Model()), experts=4), []
+def _check_rule(rule: Rule, name: str, grid: Grid, shapes: Shapes, expected: Any) -> None:
+    """One tensor by one rule, on all ranks: ``expected`` gives the local ids from the canonical ones and the place."""
+    hf, first = oracle.numbered(dict(shapes))
+    by_rank = []
     for rank in range(grid.world):
-        local = {f"decoder.layers.0.{n}": s for n, s in _experts(2, 2, grouped=True).items() if ".experts." in n}
-        rules = [*STACKED_EXPERTS, *FAMILIES["qwen3_moe"]]
-        by_rank.append(plan(layout_of(numbers, grid, rank), Chunk(local, [0]), rules))
-    assert canonical_shapes(one for ranks in by_rank for one in ranks) == shapes
-    check_once(shapes, [[one.map for one in ranks] for ranks in by_rank])
+        local = expected(hf, grid.place(rank))
+        layout = layout_of(replace(numbers_of(Model()), experts=4), grid, rank)
+        (one,) = plan(layout, Chunk({name: local.shape}, [0]), [rule])
+        found = positions(one.map, first)
+        assert np.array_equal(found[found != oracle.PADDING], local.reshape(-1)[found != oracle.PADDING])
+        assert dict(one.placed.shapes) == dict(shapes)
+        by_rank.append([one.map])
+    check_once(shapes, by_rank)
+
+
+@pytest.mark.parametrize("grid", [Grid(), Grid(tp=2, dp=2), Grid(tp=8)], ids=str)
+def test_kinds_for_rules_of_ones_own(grid: Grid) -> None:
+    """Kinds that no table uses: norms over all heads, swapped halves, rotary pairs."""
+    column = lambda change, n=grid.tp: lambda hf, at: oracle.chunks(change(hf["w"]), n)[at["tp"]]  # noqa: E731
+    for side, heads in (("q", 8), ("k", 2)):
+        held = min(heads, grid.tp)
+        shards = lambda hf, at, n=held: np.split(hf["w"], n)[at["tp"] * n // grid.tp]  # noqa: E731
+        rule = Rule(f"x.{side}_norm", kinds.full_norm, ("w",))
+        _check_rule(rule, f"x.{side}_norm", grid, {"w": (heads * 4,)}, shards)
+    swapped = column(lambda w: np.concatenate([w[:, 6:], w[:, :6]], 1))
+    _check_rule(Rule("eh", kinds.eh_proj_swapped, ("w",)), "eh", grid, {"w": (16, 12)}, swapped)
+    pairs = column(lambda w: oracle.pairs_from_halves(w, 8, 4))
+    _check_rule(Rule("q", kinds.rotary_pairs, ("w",)), "q", grid, {"w": (32, 5)}, pairs)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stacked_experts_before_the_family(transposed: bool) -> None:
+    """[E, 2·ffn, hidden] and [E, hidden, ffn] where a checkpoint keeps experts stacked, or with rows last."""
+    grid, turn = Grid(dp=4, ep=2, etp=2), (lambda t: np.swapaxes(t, 1, 2)) if transposed else (lambda t: t)
+    plain = {"gate_up_proj": (4, 16, 5), "down_proj": (4, 5, 8)}
+    prefix = "model.layers.0.mlp.experts."
+    shapes = {prefix + name: turn(np.empty(shape)).shape for name, shape in plain.items()}
+    hf, first = oracle.numbered(shapes)
+    rules, by_rank = [replace(rule, transposed=transposed) for rule in STACKED_EXPERTS], []
+    for rank in range(grid.world):
+        at, tensors = grid.place(rank), {}
+        for number in range(2):
+            expert = at["ep"] * 2 + number
+            gate, up = np.split(turn(hf[prefix + "gate_up_proj"])[expert], 2)
+            down = oracle.chunks(turn(hf[prefix + "down_proj"])[expert], 2, 1)[at["etp"]]
+            tensors[f"decoder.layers.0.mlp.experts.linear_fc1.weight{number}"] = oracle.gated_ranks(gate, up, 2)[
+                at["etp"]
+            ]
+            tensors[f"decoder.layers.0.mlp.experts.linear_fc2.weight{number}"] = down
+        layout = layout_of(replace(numbers_of(Model()), experts=4), grid, rank)
+        chunk = Chunk({name: tensor.shape for name, tensor in tensors.items()}, [0])
+        planned = plan(layout, chunk, [*rules, *FAMILIES["qwen3_moe"]])
+        for one in planned:
+            found = positions(one.map, first)
+            assert np.array_equal(found, tensors[one.local].reshape(-1))
+        by_rank.append(planned)
+    assert canonical_shapes(one for planned in by_rank for one in planned) == shapes
+    check_once(shapes, [[one.map for one in planned] for planned in by_rank])
+
+
+def test_prediction_layers_on_the_last_stage() -> None:
+    """Multi-token prediction: numbered on from the last layer, or apart; the second copy of the embedding counts for
+    nothing."""
+    local = {
+        "embedding.word_embeddings.weight": (32, 16), "mtp.layers.1.eh_proj.weight": (16, 32),
+        "mtp.layers.1.transformer_layer.mlp.linear_fc2.weight": (16, 16),
+        "mtp.layers.0.mtp_model_layer.mlp.experts.linear_fc2.weight1": (16, 12),
+    }  # fmt: skip
+    layout = Layout(replace(numbers_of(Model(layers=4)), experts=4), pp=Cut(1, 2), ep=Cut(1, 2))
+    names = {
+        "deepseek_v3": ["model.layers.5.eh_proj.weight", "model.layers.5.mlp.down_proj.weight",
+                        "model.layers.4.mlp.experts.3.down_proj.weight"],
+        "qwen3_next": ["mtp.fc.weight", "mtp.layers.1.mlp.down_proj.weight",
+                       "mtp.layers.0.mlp.experts.3.down_proj.weight"],
+    }  # fmt: skip
+    for family, expected in names.items():
+        planned = plan(layout, Chunk(local, []), FAMILIES[family])
+        assert sorted(canonical_shapes(planned)) == sorted(expected)
+        assert all(one.map.boxes for one in planned)

@@ -138,6 +138,31 @@ def test_rebound_tensors_and_buffers_of_new_precision_are_found() -> None:
         published(source)
 
 
+class Lazy(torch.nn.Module):
+    """Data parallelism that brings new parameters only when it must, as Megatron's may."""
+
+    def __init__(self, module: torch.nn.Module, late: bool) -> None:
+        super().__init__()
+        self.module, self.ddp_config = module, SimpleNamespace(overlap_param_gather=late)
+
+    def start_param_sync(self, *, force_sync: bool) -> None:
+        assert force_sync
+        with torch.no_grad():
+            self.module.decoder.final_layernorm.weight.fill_(3)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_parameters_are_gathered_before_they_are_read(late: bool) -> None:
+    """Only where Megatron puts that off; behind another wrapper as well."""
+    one = model()
+    outer = torch.nn.Module()
+    outer.module = Lazy(one, late)
+    source = MegatronSource([outer], hf_config=HF)
+    before = one.decoder.final_layernorm.weight.detach().clone()
+    expected = torch.full_like(before, 3) if late else before
+    assert (published(source)["model.norm.weight"] == flat_bits(expected.to(torch.bfloat16))).all()
+
+
 def test_rules_of_ones_own_come_first() -> None:
     one = model()
     one.add("decoder.extra", torch.ones(6))
@@ -204,7 +229,9 @@ def _entries(*names: str, dtype: str = "BF16") -> list[TensorEntry]:
 
 def test_stages_and_experts_agree_on_one_catalog() -> None:
     """Each rank knows some tensors; of those that know the same, one speaks."""
-    board = Board(8)
+    board, spoken = Board(8), []
+    for exchange in board.ranks:
+        exchange.put = lambda key, data: spoken.append(key) or board.said.update({key: data})  # type: ignore[method-assign]
     places = [(pp, ep, edp) for pp in range(2) for ep in range(2) for edp in range(2)]
 
     def one(rank: int) -> Catalog:
@@ -218,7 +245,7 @@ def test_stages_and_experts_agree_on_one_catalog() -> None:
     assert sorted(entry.name for entry in found[0].tensors) == sorted(
         ["shared", "dense 0", "dense 1", *(f"expert {pp} {ep}" for pp in range(2) for ep in range(2))]
     )
-    assert len(board.said) == 4
+    assert sorted(spoken) == [f"catalog/{number}" for number in range(4)]
 
 
 def test_a_silent_stage_and_a_disagreement_are_reported() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from deltarefit import Publisher, Receiver, anchors, codec, encoding
+from deltarefit import Publisher, Receiver, anchors, codec, encoding, runlog
 from deltarefit.encoding import SegmentEncoder
 from deltarefit.errors import NotFoundError, RefitError
 from deltarefit.manifest import Header, ProducerManifest, State
@@ -21,6 +21,8 @@ from deltarefit.protocol import follower as f
 from deltarefit.protocol import messages as m
 from deltarefit.records import Digest
 from deltarefit.runlog import RunLog
+from deltarefit.shard_baseline import ShardBaseline
+from deltarefit.share import Share
 from deltarefit.staging import Staging
 from deltarefit.stores.object import ObjectStore
 from deltarefit.weights import Weights
@@ -47,9 +49,9 @@ def baseline_moves_at_encode(patch: Patch) -> None:
 
     def encode(self: SegmentEncoder, segment: Any) -> Any:
         encoded = real(self, segment)
-        tensor, start, stop = segment
-        with self._baseline.window(tensor, start, stop) as (array, _), self._source.read(tensor, start, stop) as new:
-            array[:] = new
+        piece, start, stop = segment
+        with self._baseline.read(piece, start, stop) as old, self._source.read(piece, start, stop) as new:
+            old[:] = new
         return encoded
 
     patch.setattr(SegmentEncoder, "delta", encode)
@@ -57,7 +59,7 @@ def baseline_moves_at_encode(patch: Patch) -> None:
 
 def baseline_is_not_brought_up(patch: Patch) -> None:
     """What is encoded against is whatever the baseline held last."""
-    patch.setattr(Publisher, "_move_baseline", lambda self, version: self._recent.forget())
+    patch.setattr(ShardBaseline, "move", lambda self, version: None)
 
 
 def hash_not_checked(patch: Patch) -> None:
@@ -65,7 +67,7 @@ def hash_not_checked(patch: Patch) -> None:
 
 
 def bounds_not_checked(patch: Patch) -> None:
-    patch.setattr(codec, "_check_rows", lambda rows, ref, catalog, where: None)
+    patch.setattr(codec, "_check_table", lambda deltas, ref, catalog, where: None)
 
 
 def declared_size_not_checked(patch: Patch) -> None:
@@ -162,11 +164,23 @@ def live_sums_not_compared(patch: Patch) -> None:
 def empty_delta_is_no_version(patch: Patch) -> None:
     def seen(self: f.Follower, event: m.AttemptRead) -> f.Step:
         found = event.attempt
-        if found.committed and found.number > 1 and found.manifest and not found.manifest.payloads:
+        if found.committed and found.number > 1 and not found.payloads:
             return self, (m.ReadAttempt(found.number + 1),)
         return f.Follower._seen(self, event)
 
     handler(patch, f.Phase.CLEAN, m.AttemptRead, seen)
+
+
+def sealed_is_staged(patch: Patch) -> None:
+    patch.setattr(f, "adds_up", lambda attempt: attempt.sealed)
+
+
+def what_was_not_committed_is_checked(patch: Patch) -> None:
+    def check(attempt: m.Attempt) -> None:
+        if attempt.intent:
+            m.check_manifests(attempt.intent, attempt.manifests)
+
+    patch.setattr(runlog, "check_attempt", check)
 
 
 def any_run_will_do(patch: Patch) -> None:
@@ -204,7 +218,7 @@ def last_element_not_compared(patch: Patch) -> None:
 
 
 def stored_payloads_not_checked(patch: Patch) -> None:
-    patch.setattr(Publisher, "_check_stored", lambda self, prefix, refs: None)
+    patch.setattr(Share, "_check_stored", lambda self, prefix, refs: None)
 
 
 def errors_after_the_commit_are_raised(patch: Patch) -> None:
@@ -252,6 +266,8 @@ MUTANTS: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
     (base_not_compared, checks.refuses_another_base),
     (live_sums_not_compared, checks.refuses_other_sums),
     (empty_delta_is_no_version, checks.follows),
+    (sealed_is_staged, checks.waits_for_what_does_not_add_up),
+    (what_was_not_committed_is_checked, checks.passes_what_was_sealed_wrongly),
     (any_run_will_do, checks.forgets_another_run),
     (abort_is_a_commit, checks.drops_what_was_aborted),
     (last_payload_not_summed, checks.follows),

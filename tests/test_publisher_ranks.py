@@ -418,3 +418,36 @@ def test_a_bad_step_of_one_rank_puts_nobody_out_of_step(rng: np.random.Generator
 
 def publish(publisher: Publisher, step: int, start: bool) -> object:
     return publisher.start(step).result(20) if start else publisher.publish(step)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_seal_leaves_nobody_waiting(rng: np.random.Generator, rank: int) -> None:
+    """It closes the attempt, or the others see by its sign of life that it has gone on."""
+    model, store = h.random_model(rng), h.new_store()
+    stores: list[Any] = [store, store]
+    stores[rank] = unsealing = UnsealingStore(store, rank)
+    trainer = r.Trainer(store, model, catalog(), r.cut(rng, catalog(), 2), stores=stores, deadline_s=2.0)
+    trainer.publish()
+    for closes in (True, False):
+        unsealing.fails, unsealing.closes = True, closes
+        outcomes = trainer.outcomes(lambda one: trainer.publishers[one].publish())
+        assert all(isinstance(outcome, RefitError) for outcome in outcomes), outcomes
+        unsealing.fails = False
+        h.step(rng, model, "some")
+        trainer.publish()
+        assert h.received(store) == h.bytes_of(model)
+
+
+class UnsealingStore(r.Forwarding):
+    """Refuses the manifest of one rank while it ``fails``, and its outcome too unless it ``closes``."""
+
+    fails, closes = False, True
+
+    def __init__(self, inner: Store, rank: int) -> None:
+        super().__init__(inner)
+        self._rank = rank
+
+    def create(self, key: str, data: bytes) -> None:
+        if self.fails and (key.endswith(f"/p/{self._rank}") or (key.endswith("outcome") and not self.closes)):
+            raise StorageFullError("no room")
+        self.inner.create(key, data)

@@ -11,9 +11,11 @@ import pytest
 from deltarefit import MemoryBaseline, Publisher, Receiver
 from deltarefit.anchoring import write_anchor
 from deltarefit.baseline import NoSpool
+from deltarefit.driving import Driver
 from deltarefit.errors import RefitError, UnavailableError, UsageError
-from deltarefit.manifest import Header, State
-from deltarefit.runlog import RunLog, payload_prefix
+from deltarefit.manifest import Header, Intent, Mode, ProducerManifest, State
+from deltarefit.records import Digest
+from deltarefit.runlog import RunLog, attempt_key, payload_prefix
 from tests import helpers as h
 
 
@@ -23,9 +25,7 @@ def rng() -> np.random.Generator:
 
 
 def damage(chain: h.Chain, version: int, how: Callable[[bytes], bytes | None]) -> None:
-    manifest = RunLog.open(chain.store).attempt(version).manifest
-    assert manifest is not None
-    key = payload_prefix(version) + manifest.payloads[0].sha256
+    key = payload_prefix(version) + RunLog.open(chain.store).attempt(version).payloads[0].sha256
     data = how(chain.store.get(key))
     chain.store.delete(key) if data is None else chain.store.put(key, data)
 
@@ -108,22 +108,47 @@ def test_a_baseline_without_spool_keeps_nothing_and_still_moves(rng: np.random.G
     assert h.bits(target) == chain.history[chain.head]
 
 
-def test_a_publish_beside_an_anchor_does_not_hide_it(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("wrong", ["baseline", "step"])
+def test_what_producers_sealed_wrongly_disturbs_nobody(rng: np.random.Generator, wrong: str) -> None:
+    """It is in the log before anybody has compared it: receivers stay where they are, the next publisher closes it."""
     chain = h.publish_chain(rng, ("some",))
-    log = RunLog.open(chain.store)
-    with contextlib.closing(Publisher(chain.store, chain.source, threads=1)) as publisher:
-        real = publisher._newest_anchor
+    log, head = RunLog.open(chain.store), chain.head
+    last = log.version(head)
+    assert last.outcome
+    intent = Intent(log.run, head + 1, head, last.outcome.digest, Mode.STAGE, "gone", producers=2)
+    log.store.create(attempt_key(head + 1, "intent"), intent.to_bytes())
+    refs = last.payloads if wrong == "baseline" else ()  # once more, on top of itself
+    for ref in refs:
+        log.store.put(payload_prefix(head + 1) + ref.sha256, log.store.get(payload_prefix(head) + ref.sha256))
+    for producer in range(2):
+        step = producer if wrong == "step" else 0
+        part, made = (last.outcome.digest, refs) if producer == 0 else (Digest(), ())
+        manifest = ProducerManifest(log.run, head + 1, head, producer, step, part, "5a" * 32, made)
+        log.store.create(attempt_key(head + 1, f"p/{producer}"), manifest.to_bytes())
+    target, heard = h.strict_target(chain.store), h.Heard()
+    with contextlib.closing(Receiver(chain.store, target, threads=1, emit=heard)) as receiver:
+        assert receiver.follow(once=True) == receiver.follow(once=True) == head
+        assert (h.state_of(target), target.paused) == ((State.CLEAN, head), False)
+        assert h.published(chain.store, chain.source) == head + 2
+        assert receiver.follow(once=True) == head + 2
+    assert (heard["diverged"], heard.phases("seed")) == (0, 1)
+    assert h.bits(target) == h.bytes_of(chain.source.model)
 
-        def meanwhile() -> int:
-            known = real()
-            baseline = MemoryBaseline()
-            h.followed(chain.store, baseline)
-            write_anchor(chain.store, baseline)
-            return known
 
-        publisher._newest_anchor = meanwhile  # type: ignore[method-assign]
-        publisher.publish()
-    assert log.hint().anchor == 2
+def test_a_publish_beside_an_anchor_does_not_hide_it(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = h.publish_chain(rng, ("some",))
+    log, real = RunLog.open(chain.store), Driver._newest_anchor
+
+    def meanwhile(driver: Driver) -> int:
+        known = real(driver)
+        baseline = MemoryBaseline()
+        h.followed(chain.store, baseline)
+        write_anchor(chain.store, baseline)
+        return known
+
+    monkeypatch.setattr(Driver, "_newest_anchor", meanwhile)
+    h.published(chain.store, chain.source)
+    assert (log.hint().head, log.hint().anchor) == (3, 2)
 
 
 def test_an_error_after_commit_is_told_not_raised(rng: np.random.Generator) -> None:

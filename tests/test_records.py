@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from deltarefit.errors import FormatError
 from deltarefit.manifest import (
+    MAX_PRODUCERS,
     Anchor,
     Catalog,
     Decision,
@@ -36,7 +37,9 @@ EXAMPLES: list[Record] = [
     Catalog((TensorEntry("a", "BF16", (3, 4), ("z",)), TensorEntry("b", "BOOL", ()))),
     Run(RUN_ID, SHA),
     Intent(RUN_ID, 7, 5, Digest(9, 8), Mode.STAGE, "ab" * 16),
-    ProducerManifest(RUN_ID, 7, 5, 0, 42, (REF,)),
+    Intent(RUN_ID, 7, 5, Digest(9, 8), Mode.STAGE, "ab" * 16, 64),
+    ProducerManifest(RUN_ID, 7, 5, 0, 42, Digest(4, 5), SHA, (REF,)),
+    ProducerManifest(RUN_ID, 7, 5, 63, 42, Digest(), SHA, ()),
     Outcome(RUN_ID, 7, Decision.COMMIT, 5, Digest(9, 8), (SHA,), 1, "ab" * 16),
     Outcome(RUN_ID, 7, Decision.ABORT, 5, Digest(), (), 0, "ab" * 16, "disk full: é\n"),
     Anchor(RUN_ID, 7, Digest(1, 1), (REF,), (FileRef("config.json", SHA, 10),)),
@@ -127,6 +130,23 @@ def test_unsafe_fields_are_refused() -> None:
         Intent(RUN_ID, 5, 5, Digest(), Mode.STAGE, "n")
     with pytest.raises(ValueError, match="large"):
         dataclasses.replace(REF, streams={"table": 1 << 40})
+    with pytest.raises(ValueError, match="payload of tensors 6 to 5"):
+        dataclasses.replace(REF, first=6)
+    for producers in (0, MAX_PRODUCERS + 1):
+        with pytest.raises(ValueError, match="producers"):
+            Intent(RUN_ID, 7, 5, Digest(), Mode.STAGE, "n", producers)
+    with pytest.raises(ValueError, match="producer 65536"):
+        ProducerManifest(RUN_ID, 7, 5, MAX_PRODUCERS, 42, Digest(), SHA, ())
+    with pytest.raises(ValueError, match="layout"):
+        ProducerManifest(RUN_ID, 7, 5, 0, 42, Digest(), "5a" * 31, ())
+
+
+def test_a_manifest_sums_up_its_payloads() -> None:
+    other = dataclasses.replace(REF, size=66, changed=3, pre=Digest(0, 1), post=Digest(10, 0))
+    manifest = ProducerManifest(RUN_ID, 7, 5, 0, 42, Digest(), SHA, (REF, other))
+    assert (manifest.changed, manifest.payload_bytes) == (80, 1300)
+    assert manifest.shift == Digest(2 + 10, 2**64 - 1 - 2 - 1)
+    assert ProducerManifest(RUN_ID, 7, 5, 0, 42, Digest(), SHA, ()).shift == Digest()
 
 
 @given(st.text(max_size=50).filter(lambda s: s.isprintable() and s), st.lists(st.integers(0, 2**20), max_size=4))

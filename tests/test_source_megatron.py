@@ -4,8 +4,7 @@ ranks publish are those of a dense export, and the model that they make is the m
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,13 @@ from deltarefit.affine import check_coverage
 from deltarefit.manifest import Catalog
 from deltarefit.pieces import Piece
 from tests import megatron_oracle as oracle
-from tests.megatron_ranks import CASES, TOKENS, WORLD, Case
+from tests.distributed import World
+from tests.megatron_ranks import CASES, TOKENS, WORLD, Case, run
 from tests.sources import Read, flat_bits, put_together
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-TIMEOUT_S = 280
+TIMEOUT_S = 100
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -48,20 +48,26 @@ class Written:
         return {k.removeprefix(prefix): torch.from_numpy(v) for k, v in self.arrays.items() if k.startswith(prefix)}
 
 
+@dataclass(frozen=True)
+class Result:
+    """What all ranks wrote down, and what they found out about a copy that drifted."""
+
+    written: list[Written]
+    drift: list[str]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Written]]:
-    """All cases, by all ranks, each a process of its own."""
-    directory = tmp_path_factory.mktemp("megatron")
-    command = [sys.executable, "-m", "tests.megatron_ranks", str(directory)]
-    logs = [(directory / f"log{rank}").open("w+") for rank in range(WORLD)]
-    running = [subprocess.Popen([*command, str(n)], stdout=log, stderr=log) for n, log in enumerate(logs)]
+def results() -> Iterator[dict[str, Result]]:
+    """All cases, by all ranks."""
+    world, found = World(WORLD, "tests.megatron_ranks:preload"), {}
     try:
-        codes = [process.wait(TIMEOUT_S) for process in running]
+        for case in CASES:
+            job = world.start(run, case.name)
+            answers = job.results(TIMEOUT_S)
+            found[case.name] = Result([_load(job.directory / f"{rank}.npz") for rank in range(WORLD)], answers)
+        yield found
     finally:
-        for process in running:
-            process.kill()
-    assert codes == [0] * WORLD, "\n".join(Path(log.name).read_text()[-3000:] for log in logs)
-    return {case.name: [_load(directory / case.name / f"{rank}.npz") for rank in range(WORLD)] for case in CASES}
+        world.kill()
 
 
 def _load(path: Path) -> Written:
@@ -92,9 +98,9 @@ def dense_export(case: Case, written: list[Written], dtype: torch.dtype) -> dict
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_published_bits_are_those_of_a_dense_export(case: Case, dtype: str, results: dict[str, list[Written]]) -> None:
+def test_published_bits_are_those_of_a_dense_export(case: Case, dtype: str, results: dict[str, Result]) -> None:
     """Every element once over all ranks; names, shapes, dtypes and bits; the same catalog on every rank."""
-    written = results[case.name]
+    written = results[case.name].written
     catalog = written[0].catalog(dtype)
     assert all(one.catalog(dtype) == catalog for one in written)
     check_coverage(catalog, [[piece for piece, _ in one.pieces(dtype)] for one in written])
@@ -107,11 +113,11 @@ def test_published_bits_are_those_of_a_dense_export(case: Case, dtype: str, resu
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_published_model_thinks_alike(case: Case, results: dict[str, list[Written]], tmp_path: Path) -> None:
+def test_the_published_model_thinks_alike(case: Case, results: dict[str, Result], tmp_path: Path) -> None:
     """A transformers model with the published tensors gives the trainer's logits: the places are right in meaning, not
     only the same as in the oracle."""
     transformers = pytest.importorskip("transformers")
-    written = results[case.name]
+    written = results[case.name].written
     read = put_together(written[0].catalog("float32"), [r for one in written for r in one.pieces("float32")])
     shapes = {entry.name: entry.shape for entry in written[0].catalog("float32").tensors}
     state = {name: torch.from_numpy(bits.view(np.float32).copy()).reshape(shapes[name]) for name, bits in read.items()}
@@ -127,3 +133,12 @@ def test_the_published_model_thinks_alike(case: Case, results: dict[str, list[Wr
     theirs = next(one.arrays["logits"] for one in written if "logits" in one.arrays)[:, : case.model.vocab]
     assert np.abs(logits).max() > 0.5
     assert np.abs(logits - theirs).max() < 1e-4 * np.abs(logits).max()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_drifted_copy_is_found(case: Case, results: dict[str, Result]) -> None:
+    """One bit of a norm, on the last rank, which names it; whoever shares nothing with that rank is content."""
+    *others, last = results[case.name].drift
+    layer = case.model.layers - 1
+    assert f"decoder.layers.{layer}.input_layernorm.weight (rank " in last
+    assert others == ["all alike"] * (WORLD - 1)

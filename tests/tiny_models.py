@@ -6,6 +6,8 @@ no sharding of them is even.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -150,3 +152,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gemma3": _gemma3,
     "qwen3-vl": _qwen3_vl,
 }
+
+
+def preload() -> None:
+    """Import what the families need, where transformers is installed, and make no tensor: for processes that fork."""
+    families = "llama qwen2 phi3 qwen3_moe deepseek_v3 gpt_oss mamba2 qwen3_next gpt2 gemma3 qwen3_vl"
+    with contextlib.suppress(ImportError):
+        for family in families.split():
+            importlib.import_module(f"transformers.models.{family}.modeling_{family}")

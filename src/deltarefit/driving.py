@@ -24,7 +24,7 @@ from deltarefit.trainers import Closing, Report, Trainers
 Machine = TypeVar("Machine", coordinator.Coordinator, producer.Producer)
 LOOK_S = 1.0
 """Between two looks at the register while something else is waited for."""
-MAY_FAIL = (m.Encode, m.Gather, m.AwaitOutcome)
+MAY_FAIL = (m.Encode, m.CreateManifest, m.ReadManifest, m.Gather, m.AwaitOutcome)
 """Actions whose errors close the attempt with ABORT; the error is raised afterwards."""
 
 
@@ -99,6 +99,7 @@ class Driver:
 
     def _gather(self, intent: Intent) -> m.Event:
         """Rank 0: what the others made, then the anchor if this is one."""
+        del self.reports[1:]
         for rank in range(1, self._trainers.size):
             found = self._report_of(rank, intent.attempt)
             if isinstance(found, m.AttemptRead):

@@ -21,10 +21,10 @@ LIMIT = 64
 """Most boxes of one fit."""
 _CHUNK = 1 << 15
 """Elements looked at together: their differences stay in a core's cache."""
-_FEW, _MODERATE = 4, 1 << 24
+_FEW, _SMALL = 4, 1 << 16
 """Of more boxes than this, in a tensor of at most that many elements, another way is tried too."""
-_SHORT = 16
-"""Rows of fewer elements are not worth comparing."""
+_SHORT, _ROW = 16, 256
+"""Rows of fewer elements are not worth comparing; a good length of rows where the tensor has none."""
 
 
 def fit(positions: npt.NDArray[np.int64], limit: int = LIMIT) -> tuple[Box, ...]:
@@ -35,17 +35,32 @@ def fit(positions: npt.NDArray[np.int64], limit: int = LIMIT) -> tuple[Box, ...]
     """
     if positions.dtype != np.int64:
         raise UsageError("positions are not int64", found=positions.dtype)
-    whole = np.ascontiguousarray(positions)
-    by_rows = _by_rows(whole, limit)
-    if by_rows is not None and (len(by_rows) <= _FEW or whole.size > _MODERATE):
-        return by_rows
+    flat = np.ascontiguousarray(positions).reshape(-1)
+    by_rows = _by_rows(flat, _row_length(flat, positions.shape[-1] if positions.ndim > 1 else 0), limit)
+    if by_rows is not None and (len(by_rows) <= _FEW or flat.size > _SMALL):
+        return tuple(by_rows)
     try:
-        by_elements = _fewest(element_stretches(whole.reshape(-1)), [()], limit)
+        by_elements = _fewest(element_stretches(flat), [()], limit)
     except NotAffineError:
         if by_rows is None:
             raise
-        return by_rows
-    return tuple(by_elements) if by_rows is None or len(by_elements) < len(by_rows) else by_rows
+        return tuple(by_rows)
+    return tuple(by_elements if by_rows is None or len(by_elements) < len(by_rows) else by_rows)
+
+
+def _row_length(flat: Positions, last: int) -> int:
+    """Elements of a row: the last dimension, or for short ones what the middle of the tensor seems to repeat; 0 if
+    rows are not worth comparing."""
+    if last >= _SHORT or flat.size <= _SMALL:
+        return last if last >= _SHORT else 0
+    middle = flat[flat.size // 2 : flat.size // 2 + 16 * _ROW]
+    try:
+        boxes = _fewest(element_stretches(middle), [()], LIMIT)
+    except NotAffineError:
+        return 0
+    strides = max(boxes, key=lambda box: box.numel).strides if boxes else ()
+    period = max((stride for stride in strides if stride <= 4 * _ROW), default=1)
+    return -(-_ROW // period) * period
 
 
 def fit_pairs(canonical: Positions, local: Positions, limit: int = LIMIT) -> tuple[Box, ...]:
@@ -86,13 +101,15 @@ def _nested(stretches: Stretches, kinds: list[tuple[Dim, ...]], limit: int, phas
     return [ordered(box_of(blocks.kinds[kind], local, canonical)) for canonical, local, kind in starts]
 
 
-def _by_rows(whole: Positions, limit: int) -> tuple[Box, ...] | None:
-    """The boxes, found from the patterns of whole rows; None if that is not the way."""
-    if whole.ndim < 2 or whole.shape[-1] < _SHORT or not whole.size:
+def _by_rows(flat: Positions, length: int, limit: int) -> list[Box] | None:
+    """The boxes, found from the patterns of whole rows of ``length``; None if that is not the way."""
+    if not length or not flat.size:
         return None
+    if flat.size % length:
+        flat = np.concatenate([flat, np.full(-flat.size % length, -1)])
     try:
-        rows = _row_blocks(whole.reshape(-1, whole.shape[-1]), limit)
-        return None if rows is None else tuple(_fewest(block_stretches(rows), rows.kinds, limit))
+        rows = _row_blocks(flat.reshape(-1, length), limit)
+        return None if rows is None else _fewest(block_stretches(rows), rows.kinds, limit)
     except NotAffineError:
         return None
 

@@ -16,6 +16,8 @@ from deltarefit.boxes import Dim, NotAffineError
 Positions = npt.NDArray[np.int64]
 _CHUNK = 1 << 16
 """Elements looked at together: their differences stay in a core's cache."""
+_SAMPLE = 4096
+"""Blocks that tell noise from kinds."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,9 @@ def joined(at: Stretches, kinds: list[tuple[Dim, ...]], limit: int, phase: int, 
     if split:
         there, here, table = _split(there, here, table)
     number, examples = _numbered(table, 4 * limit)
-    new = [_kind(kinds, *table[:, i].tolist()) for i in examples]
     if (number < 0).any():
-        raise too_many(Blocks(there, here, number % len(new), new), limit)
-    return Blocks(there, here, number, new)
+        raise _too_many(there, _sizes(kinds)[table[0]] * table[1], limit)
+    return Blocks(there, here, number, [_kind(kinds, *table[:, i].tolist()) for i in examples])
 
 
 def _kind(kinds: list[tuple[Dim, ...]], kind: int, n: int, stride: int, local_stride: int) -> tuple[Dim, ...]:
@@ -173,6 +174,8 @@ def _numbered(table: Positions, most: int) -> tuple[Positions, list[int]]:
     number = np.full(table.shape[1], -1)
     examples: list[int] = []
     left = np.arange(table.shape[1])
+    if table.shape[1] > _SAMPLE and len(np.unique(table[:, :: table.shape[1] // _SAMPLE], axis=1).T) > most:
+        return number, examples  # noise: not worth a pass for each
     while len(left) and len(examples) < most:
         first = int(left[0])
         same = (table[:, left] == table[:, first : first + 1]).all(axis=0)
@@ -182,12 +185,19 @@ def _numbered(table: Positions, most: int) -> tuple[Positions, list[int]]:
     return number, examples
 
 
+def _sizes(kinds: list[tuple[Dim, ...]]) -> Positions:
+    return np.array([math.prod(n for n, _, _ in dims) for dims in kinds], np.int64)
+
+
 def too_many(blocks: Blocks, limit: int) -> NotAffineError:
     """The error for blocks that are more than ``limit`` boxes."""
-    sizes = np.array([math.prod(n for n, _, _ in dims) for dims in blocks.kinds], np.int64)[blocks.kind]
+    return _too_many(blocks.there, _sizes(blocks.kinds)[blocks.kind], limit)
+
+
+def _too_many(there: Positions, sizes: Positions, limit: int) -> NotAffineError:
     rest = np.argsort(-sizes, kind="stable")[limit:]
     return NotAffineError(
         f"{int(sizes[rest].sum())} of {int(sizes.sum())} positions do not fit into {limit} boxes, the first of them at "
-        f"canonical position {int(blocks.there[rest].min())}",
+        f"canonical position {int(there[rest].min())}",
         next_step="Convert this tensor as a residual, or hand in its map.",
     )

@@ -45,6 +45,8 @@ class Upload:
     prefix: str
     payload_bytes: int = PAYLOAD_BYTES
     ahead_bytes: int = AHEAD_BYTES
+    stored: Callable[[], None] = lambda: None
+    """Called whenever the store has taken a payload; what it raises ends the upload."""
 
 
 def extents_of(catalog: Catalog) -> Extents:
@@ -132,4 +134,5 @@ def _uploaded(
 def _seal(builder: PayloadBuilder, upload: Upload) -> PayloadRef:
     data, ref = builder.build()
     upload.store.put(upload.prefix + ref.sha256, data)
+    upload.stored()
     return ref

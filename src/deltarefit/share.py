@@ -101,7 +101,7 @@ class Share:
     def _upload(self, encode: EncodeSegment, prefix: str, taken: Callable[[], None]) -> tuple[PayloadRef, ...]:
         catalog, options = self.log.catalog, self.options
         extents = [(piece.length, catalog.tensors[piece.tensor].width) for piece in self.source.pieces]
-        upload = Upload(self.store, prefix, options.payload_bytes, options.ahead_bytes)
+        upload = Upload(self.store, prefix, options.payload_bytes, options.ahead_bytes, self.watch)
         segments = counted(extents, "encode", 0, self._progress)
         refs: list[PayloadRef] = []
         self.timed("encode", lambda: refs.extend(upload_segments(segments, encode, upload, options.threads, taken)))

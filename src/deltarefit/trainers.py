@@ -97,7 +97,7 @@ class Trainers:
 
     def next_turn(self) -> None:
         """Another publish begins; the messages of the one before the last are forgotten."""
-        self._turn += 1
+        self._turn, self._beat_at = self._turn + 1, 0.0
         if self.size > 1 and self.rank == 0 and self._turn > 2:
             old = self._turn - 2
             ranks = [f"{kind}/{rank}" for kind in ("ready", "report") for rank in range(1, self.size)]
@@ -155,18 +155,22 @@ class Trainers:
     # ------------------------------------------------------------------------------------ waiting
 
     def beat(self) -> None:
-        """Give a sign of life, at most ten in a deadline."""
+        """Give a sign of life, at most ten in a deadline: the turn, and a number."""
         if self.size > 1 and time.monotonic() - self._beat_at > self.deadline_s / 10:
             self._beats, self._beat_at = self._beats + 1, time.monotonic()
-            self._exchange.put(f"beat/{self.rank}", str(self._beats).encode())
+            self._exchange.put(f"beat/{self.rank}", f"{self._turn} {self._beats}".encode())
 
     def wait(self, ready: Callable[[], T | None], rank: int, what: str) -> T:
         """What ``ready`` gives once it gives something. Raises ``UnavailableError`` when ``rank``, which is to bring it
-        about, has been silent for the deadline."""
+        about, has been silent for the deadline or has gone on to a later publish."""
         heard, heard_at, pause = self._pulse(rank), time.monotonic(), 0.002
         while (found := ready()) is None:
             self.beat()
             if time.monotonic() - heard_at > self.deadline_s / 20 and (pulse := self._pulse(rank)) != heard:
+                if pulse[0] > self._turn and (found := ready()) is not None:
+                    return found
+                if pulse[0] > self._turn:
+                    raise UnavailableError(f"waited for {what}, and rank {rank} gave up", next_step="Publish again.")
                 heard, heard_at = pulse, time.monotonic()
             if time.monotonic() - heard_at > self.deadline_s:
                 raise UnavailableError(
@@ -178,8 +182,10 @@ class Trainers:
             pause = min(pause * 1.5, 0.1, self.deadline_s / 20)
         return found
 
-    def _pulse(self, rank: int) -> bytes | None:
-        return self._exchange.get(f"beat/{rank}")
+    def _pulse(self, rank: int) -> tuple[int, int]:
+        """Turn and number of a rank's last sign of life."""
+        turn, _, number = (self._exchange.get(f"beat/{rank}") or b"0 0").partition(b" ")
+        return int(turn), int(number)
 
     def _hear(self, key: str, rank: int) -> bytes:
         return self.wait(lambda: self._exchange.get(key), rank, key)

@@ -74,26 +74,15 @@ inline V64 widened(const W* values) {
   return V64::widened<W>(reinterpret_cast<const u8*>(values));
 }
 
-// n elements of a piece, the first its element `start`. Long rows go one by one, short ones many together.
+// n elements of a piece, the first its element `start`: row by row.
 template <class W>
 inline Lanes digest_rows(const u8* values, u64 n, u64 start, const Place& place) {
-  constexpr u64 kLongRow = 64, kTogether = 512;
   RowWalker walker(place.rows);
   DigestSum sum;
-  u64 positions[kTogether];
   for (u64 done = 0; done < n;) {
-    const u64 position = walker.at(start + done);
-    const u64 wanted = walker.run() < kLongRow ? kTogether : walker.left(start + done);
-    const u64 m = wanted < n - done ? wanted : n - done;
-    const u8* from = values + done * sizeof(W);
-    if (walker.run() < kLongRow) {
-      for (u64 i = 0; i < m; ++i) positions[i] = walker.at(start + done + i);
-      for_positions(
-          positions, 0, m, place.key, [&](u64 i, V64 s) { sum.add(s, V64::widened<W>(from + i * sizeof(W))); },
-          [&](u64 i, u64 s) { sum.add_one(s, load<W>(from + i * sizeof(W))); });
-    } else {
-      add_progression<W>(sum, from, position, walker.step(), m, place.key);
-    }
+    const u64 position = walker.at(start + done), left = walker.left(start + done);
+    const u64 m = left < n - done ? left : n - done;
+    add_progression<W>(sum, values + done * sizeof(W), position, walker.step(), m, place.key);
     done += m;
   }
   return sum.total();

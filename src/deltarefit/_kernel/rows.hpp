@@ -13,7 +13,6 @@ class RowWalker {
         end_(run_),
         at_(rows.offset) {}
 
-  u64 run() const { return run_; }
   u64 step() const { return step_; }
 
   // The position of element p; p never goes down.

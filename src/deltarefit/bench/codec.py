@@ -36,7 +36,7 @@ from deltarefit.manifest import (
     ProducerManifest,
     TensorEntry,
 )
-from deltarefit.pieces import whole
+from deltarefit.pieces import layout_of, whole
 from deltarefit.pipeline import PAYLOAD_BYTES
 from deltarefit.records import Digest
 from deltarefit.weights import segments
@@ -169,9 +169,10 @@ def apply_model(catalog: Catalog, payloads: Payloads, targets: list[Elements]) -
 def wire_bytes(payloads: Payloads) -> int:
     """Payloads and all records of their attempt."""
     refs = tuple(ref for _, ref in payloads)
-    manifest = ProducerManifest(RUN, 2, 1, 0, 1, refs)
+    part = sum((ref.post - ref.pre for ref in refs), Digest(1, 1))
+    manifest = ProducerManifest(RUN, 2, 1, 0, 1, part, layout_of(()), refs)
     intent = Intent(RUN, 2, 1, Digest(1, 1), Mode.STAGE, RUN)
-    outcome = Outcome(RUN, 2, Decision.COMMIT, 1, Digest(1, 1), (manifest.content_hash(),), 1, RUN)
+    outcome = Outcome(RUN, 2, Decision.COMMIT, 1, part, (manifest.content_hash(),), 1, RUN)
     records = sum(len(record.to_bytes()) for record in (manifest, intent, outcome))
     return records + sum(ref.size for ref in refs)
 

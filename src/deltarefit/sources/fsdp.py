@@ -18,7 +18,7 @@ from deltarefit.sources.conversions import is_saved, reversal, saved, saved_name
 from deltarefit.sources.modules import Slot, slots, unwrapped
 from deltarefit.sources.placements import Place, place_of
 from deltarefit.sources.process_group import default_exchange
-from deltarefit.sources.replicas import Replicated, check_replicas
+from deltarefit.sources.replicas import Replicas, Replicated
 from deltarefit.sources.residual import Residual
 from deltarefit.sources.tensors import TensorSource
 from deltarefit.sources.tracing import Conversion, Output
@@ -66,7 +66,7 @@ class FsdpSource(TensorSource):
         clean = unwrapped(model)
         held = [_held(clean, slot, members) for slot in _saved_slots(clean)]
         plan = _plan(clean, held, conversions, dtype, residuals)
-        self._replicated = _replicated(plan.holdings)
+        self._replicas = Replicas(_replicated(plan.holdings), exchange)
         super().__init__(
             parts_of(plan.holdings, plan.outputs, plan.dtypes),
             catalog_of(plan.outputs, plan.dtypes, plan.aliases),
@@ -87,8 +87,8 @@ class FsdpSource(TensorSource):
 
     def check_replicas(self, timeout: float = 600.0) -> None:
         """Compare the bits of everything that more than one rank holds, through ``exchange``. All ranks call this at
-        the same step. ``IntegrityError`` names what differs; see ``replicas.check_replicas``."""
-        check_replicas(self._replicated, self.exchange, timeout)
+        the same step. ``IntegrityError`` names what differs; see ``Replicas.check``."""
+        self._replicas.check(timeout)
 
 
 @dataclass(frozen=True)

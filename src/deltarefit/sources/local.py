@@ -10,6 +10,8 @@ import torch
 from deltarefit.errors import BaseMismatch, IntegrityError, UsageError
 from deltarefit.sources.dtypes import DTYPES, carried
 
+SAMPLED = 256
+"""Elements of each tensor that are compared before and after a hold, about."""
 Fetch = Callable[[], torch.Tensor]
 """Gives a rank's local tensor as it is now."""
 
@@ -33,15 +35,16 @@ class _Kind:
 class Local:
     """One local tensor under the trainer's own name. It may be rebound between holds, not changed in kind.
 
-    ``tensor`` is there only while it is held. Writes are seen through torch's version counter, which ``.data``, other
-    processes and raw pointers bypass; the proof of each publish (``Publisher(prove=True)``) still catches those.
+    ``tensor`` is there only while it is held. Writes meanwhile are seen through torch's version counter; and, since
+    DTensors, fused optimizers, ``.data`` and collectives pass it by, through ``SAMPLED`` elements spread over the
+    tensor, of which an optimizer step changes some. What changes none of them is not seen.
     """
 
     def __init__(self, name: str, fetch: Fetch) -> None:
         self.name = name
         self._fetch = fetch
         self._held: torch.Tensor | None = None
-        self._version = 0
+        self._before: tuple[int, torch.Tensor] | None = None
         first = self.now()
         self.kind = _Kind.of(first)
         self.objections = tuple(f"{name} {why}" for why in _objections(first))
@@ -57,13 +60,16 @@ class Local:
             return f"{self.name} is {kind}, was {self.kind}"
         if found := next(_objections(tensor), None):
             return f"{self.name} {found}"
-        self._held, self._version = tensor, tensor._version
+        self._held, self._before = tensor, (tensor._version, _sample(tensor).clone())
         return None
 
     def release(self) -> bool:
         """Let go of it; whether it was written to while it was held."""
-        tensor, self._held = self._held, None
-        return tensor is not None and tensor._version != self._version
+        (tensor, before), self._held, self._before = (self._held, self._before), None, None
+        if tensor is None or before is None:
+            return False
+        version, sample = before
+        return tensor._version != version or not torch.equal(_sample(tensor), sample)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -76,6 +82,12 @@ class Local:
     def flat(self) -> torch.Tensor:
         """Its elements in row-major order, as integers of their width; the same memory."""
         return carried(self.tensor.reshape(-1))
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """About ``SAMPLED`` elements, as a view."""
+    flat = carried(tensor.reshape(-1))
+    return flat[:: max(1, flat.numel() // SAMPLED)]
 
 
 def hold_all(every: Sequence[Local]) -> None:

@@ -7,6 +7,7 @@ names from a table of rules (``megatron_names``); ``megatron_plan`` puts them to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,11 +19,12 @@ from deltarefit.manifest import TensorEntry
 from deltarefit.ports import Exchange
 from deltarefit.sources.dtypes import DTYPES
 from deltarefit.sources.megatron_catalog import agree
-from deltarefit.sources.megatron_kinds import Layout, Numbers
+from deltarefit.sources.megatron_kinds import Layout, Numbers, Placed
 from deltarefit.sources.megatron_layouts import Cut, DeltaNet, Heads, Mamba
 from deltarefit.sources.megatron_names import Table, table
 from deltarefit.sources.megatron_plan import Chunk, Planned, canonical_shapes, plan
 from deltarefit.sources.process_group import default_exchange
+from deltarefit.sources.replicas import Replicas, Replicated
 from deltarefit.sources.tensors import Part, TensorSource
 
 KEPT = {"*.e_score_correction_bias": torch.float32}
@@ -37,6 +39,9 @@ class MegatronSource(TensorSource):
     one's own; the first that fits counts. ``dtype`` is that of all canonical floating-point tensors, but for those that
     ``dtypes`` names by pattern; parameters of another one are cast before they are compared. Expert biases stay
     float32 unless ``dtypes`` says otherwise. ``config`` None: the model's own.
+
+    With ``check_every`` n, every n-th hold begins with ``check_replicas``: tensors that all tensor-parallel ranks
+    update for themselves can drift apart. The ranks of ``exchange`` are the global ranks.
 
     Parameters and persistent buffers are published; each element by one of the ranks that hold it, found without
     communication. With several pipeline stages or expert-parallel ranks the catalog is agreed on over ``exchange``.
@@ -54,9 +59,11 @@ class MegatronSource(TensorSource):
         files: Mapping[str, bytes] | Callable[[], Mapping[str, bytes]] | None = None,
         exchange: Exchange | None = None,
         config: Any = None,
+        check_every: int = 0,
     ) -> None:
         given = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else model_chunks
         chunks = [_unwrapped(one) for one in given]
+        self._lazy = [wrapper for one in given for wrapper in _wrappers(one) if _gathers_late(wrapper)]
         config, hf_config = config or chunks[0].config, _text_config(hf_config)
         layout, exchange = layout_of(numbers_of(config, hf_config, chunks)), exchange or default_exchange()
         _check_world(layout, exchange)
@@ -64,7 +71,25 @@ class MegatronSource(TensorSource):
         pairs = [pair for chunk in chunks for pair in _planned(chunk, layout, rules, dtype.itemsize)]
         stored = _Stored(dtype, (*(dtypes or {}).items(), *KEPT.items()))
         catalog = agree(_entries(pairs, stored), layout, exchange)
+        self._replicas, self._check_every, self._holds = Replicas(replicated(pairs, layout), exchange), check_every, 0
         super().__init__(_parts(pairs, stored), catalog, exchange, files=files)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """As ``TensorSource.hold``. Where Megatron puts off the gathering of new parameters to the next forward pass
+        (``overlap_param_gather``), they are gathered first, by its own means: until then most of them are old."""
+        for wrapper in self._lazy:
+            wrapper.start_param_sync(force_sync=True)
+        with super().hold():
+            self._holds += 1
+            if self._check_every and (self._holds - 1) % self._check_every == 0:
+                self.check_replicas()
+            yield
+
+    def check_replicas(self, timeout: float = 600.0) -> None:
+        """Compare the bits of everything that more than one rank holds, through ``exchange``. All ranks call this at
+        the same step. ``IntegrityError`` names what differs; see ``Replicas.check``."""
+        self._replicas.check(timeout)
 
 
 @dataclass(frozen=True)
@@ -126,7 +151,7 @@ def numbers_of(config: Any, hf_config: Any, chunks: Sequence[Any]) -> Numbers:
     if getattr(config, "heterogeneous_block_specs", False):
         raise UsageError("layers of different sizes are not known", found="heterogeneous_block_specs")
     tied = any(getattr(chunk, "share_embeddings_and_output_weights", False) for chunk in chunks)
-    if tied != bool(_get(hf_config, "tie_word_embeddings", False)):
+    if _get(hf_config, "tie_word_embeddings", tied) != tied:
         raise UsageError(
             "model and checkpoint disagree whether the output layer is tied to the embedding",
             expected=f"tie_word_embeddings={tied} as in the model",
@@ -169,17 +194,27 @@ def _mamba(config: Any) -> Mamba | None:
     return Mamba(getattr(config, "mamba_num_heads", None) or 2 * config.hidden_size // dim, dim, groups, state)
 
 
-def _unwrapped(model: Any) -> Any:
-    """The model itself, out of the wrappers for data parallelism and half precision."""
+def _wrappers(model: Any) -> Iterator[Any]:
+    """Whatever is around a model for data parallelism and half precision, from outside in, and at last itself."""
+    yield model
     while not hasattr(model, "decoder") and hasattr(model, "module"):
         model = model.module
-    if not hasattr(model, "decoder"):
+        yield model
+
+
+def _unwrapped(model: Any) -> Any:
+    *_, inner = _wrappers(model)
+    if not hasattr(inner, "decoder"):
         raise UsageError(
             "not a Megatron-Core language model",
             expected="GPTModel or MambaModel, with a decoder",
-            found=type(model).__name__,
+            found=type(inner).__name__,
         )
-    return model
+    return inner
+
+
+def _gathers_late(wrapper: Any) -> bool:
+    return bool(getattr(getattr(wrapper, "ddp_config", None), "overlap_param_gather", False))
 
 
 def _check_world(layout: Layout, exchange: Exchange) -> None:
@@ -220,19 +255,41 @@ def _tensors(model: torch.nn.Module) -> Iterator[_Tensor]:
 Pair = tuple[Planned, _Tensor]
 
 
+def replicated(pairs: Sequence[Pair], layout: Layout) -> list[Replicated]:
+    """All tensors that other ranks hold as well, with those ranks."""
+    return [
+        Replicated(one.name, tensor.now, group)
+        for one, tensor in pairs
+        if one.placed.copies.size > 1 and len(group := _group(one.placed, layout)) > 1
+    ]
+
+
+def _group(placed: Placed, layout: Layout) -> tuple[int, ...]:
+    """Global ranks that hold the same; of norms that only some tensor-parallel ranks share, those of this one."""
+    from megatron.core import parallel_state as mpu
+
+    if placed.expert:
+        group = mpu.get_expert_data_parallel_group()
+    elif placed.copies.size == layout.dp.size * layout.tp.size:
+        group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    else:
+        group = mpu.get_data_parallel_group(with_context_parallel=True)
+    return tuple(sorted(torch.distributed.get_process_group_ranks(group)))
+
+
 def _planned(model: Any, layout: Layout, rules: Table, width: int) -> list[Pair]:
     """What this rank has of one chunk, each with where it is kept."""
     held = {tensor.name: tensor for tensor in _tensors(model)}
     shapes = {name: tuple(tensor.now().shape) for name, tensor in held.items()}
     parallel = frozenset(name for name in held if getattr(held[name].now(), "tensor_model_parallel", False))
     chunk = Chunk(shapes, [layer.layer_number - 1 for layer in model.decoder.layers], parallel)
-    return [(one, held[one.name]) for one in plan(layout, chunk, rules, width)]
+    return [(one, held[one.local]) for one in plan(layout, chunk, rules, width)]
 
 
 def _entries(pairs: Sequence[Pair], stored: _Stored) -> list[TensorEntry]:
     """All canonical tensors that this rank has any part of, owned or not."""
     shapes = canonical_shapes(one for one, _ in pairs)
-    local = {name: tensor.now().dtype for one, tensor in pairs for name in one.shapes}
+    local = {name: tensor.now().dtype for one, tensor in pairs for name in one.placed.shapes}
     return [TensorEntry(name, DTYPES[stored.of(name, local[name])], shape) for name, shape in sorted(shapes.items())]
 
 
@@ -244,8 +301,7 @@ def _part(one: Planned, tensor: _Tensor, stored: _Stored) -> Part:
     """Buffers are small, and Megatron changes the precision of some when it first runs: they are cast as they are
     fetched."""
     local = tensor.now().dtype
-    dtype = stored.of(min(one.shapes), local)
+    dtype, add = stored.of(min(one.placed.shapes), local), one.placed.add
     if tensor.buffer:
-        return Part(one.name, lambda: tensor.now().to(dtype), one.map, Converted(one.add, dtype) if one.add else None)
-    same = local == dtype and not one.add
-    return Part(one.name, tensor.now, one.map, None if same else Converted(one.add, dtype))
+        return Part(one.name, lambda: tensor.now().to(dtype), one.map, Converted(add, dtype) if add else None)
+    return Part(one.name, tensor.now, one.map, Converted(add, dtype) if add or local != dtype else None)

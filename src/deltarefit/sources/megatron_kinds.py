@@ -70,12 +70,13 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a tensor lies: its map, the canonical shapes, which of how many copies this is, and what to add to its
-    elements to get canonical ones (norms that are stored minus one)."""
+    """Where a tensor lies: its map, the canonical shapes, which of how many copies this is (``expert``: of a tensor of
+    an expert), and what to add to its elements to get canonical ones (norms that are stored minus one)."""
 
     map: AffineMap
     shapes: Mapping[str, Shape]
     copies: Cut
+    expert: bool
     add: int = 0
 
 
@@ -115,13 +116,13 @@ class Spot:
 
     def split(self, placed: AffineMap, copies: Cut | None = None) -> Placed:
         """Every rank of the cut has another part, or, with ``copies``, so many the same."""
-        return Placed(placed, self.shapes, _times(self._replicas, copies or Cut()))
+        return Placed(placed, self.shapes, _times(self._replicas, copies or Cut()), self.expert is not None)
 
     def same(self, placed: AffineMap, add: int = 0) -> Placed:
         """Every rank of the cut has the same."""
         if self.parallel and self.cut.size > 1:
             raise UsageError("its rule says that all ranks have the same", found="marked as split over ranks")
-        return Placed(placed, self.shapes, _times(self._replicas, self.cut), add)
+        return Placed(placed, self.shapes, _times(self._replicas, self.cut), self.expert is not None, add)
 
     @property
     def _replicas(self) -> Cut:
@@ -264,6 +265,13 @@ def eh_proj_swapped(spot: Spot) -> Placed:
     """Projection of [embedding, hidden], which the checkpoint has as [hidden, embedding]."""
     rows = spot.shape[0] * spot.cut.size
     return spot.split(layouts.halves_swapped(spot.target(rows), rows, spot.cut))
+
+
+def rotary_pairs(spot: Spot) -> Placed:
+    """Heads rotated as adjacent pairs, which the checkpoint has in two halves."""
+    rows, dim = spot.shape[0] * spot.cut.size, spot.layout.numbers.attention.dim
+    heads = Cut(0, dim).part(rows, f"{spot.rule.memory}: rows")
+    return spot.split(layouts.rotary_pairs(spot.target(rows), heads, dim, spot.cut))
 
 
 def mamba_in_proj(spot: Spot) -> Placed:

@@ -196,19 +196,20 @@ def head_norm(to: Matrix, heads: int, dim: int, cut: Cut) -> tuple[AffineMap, Cu
 
 
 def experts_in(pairs: Sequence[tuple[Matrix, Matrix]], rows: int, cut: Cut) -> AffineMap:
-    """First layers of a rank's experts in one tensor, seen as [experts, input, gate rows then up rows]: the (gate, up)
-    matrices of each, ``rows`` being those of one over all ranks."""
+    """First layers of a rank's experts in one tensor, stored as [input, -1] and seen as [experts, input, gate rows then
+    up rows]: the (gate, up) matrices of each, ``rows`` being those of one over all ranks."""
     mine, width = cut.part(rows, f"{pairs[0][0].name}: rows"), pairs[0][0].width
     boxes = [
         _box(_turned(to, mine, cut.rank * mine), [(width, 1, 1)], number * width, 0, (side * mine, 2 * mine))
         for number, pair in enumerate(pairs)
         for side, to in enumerate(pair)
     ]
-    return AffineMap((len(pairs) * width, 2 * mine), tuple(boxes))
+    return AffineMap((width, len(pairs) * 2 * mine), tuple(boxes))
 
 
 def experts_out(matrices: Sequence[Matrix], rows: int, cut: Cut) -> AffineMap:
-    """Second layers of a rank's experts in one tensor, seen as [experts, input, output]: matrices of ``rows`` rows."""
+    """Second layers of a rank's experts in one tensor, stored as [-1, output] and seen as [experts, input, output]:
+    matrices of ``rows`` rows."""
     mine = cut.part(matrices[0].width, f"{matrices[0].name}: columns")
     turned = [_turned(to.columns(cut.rank * mine, mine), rows) for to in matrices]
     boxes = [_box(to, [(mine, 1, 1)], number * mine) for number, to in enumerate(turned)]

@@ -37,23 +37,24 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Planned:
-    """A local tensor of which this rank publishes the elements in ``map``, after adding ``add`` to each. ``shapes``
-    are those of all canonical tensors that it is part of, owned or not."""
+    """A local tensor, and what this rank publishes of it: the elements in ``map``. ``name`` has global numbers;
+    ``placed`` is where the whole of it lies."""
 
+    local: str
     name: str
     map: AffineMap
-    shapes: Mapping[str, Shape]
-    add: int = 0
+    placed: Placed
 
 
 def plan(layout: Layout, chunk: Chunk, rules: Sequence[Rule], width: int = 2) -> list[Planned]:
     """What this rank publishes of one chunk; the first rule that fits a name counts. ``UsageError`` names every tensor
     that has no rule, or not the shape that its rule and the model's numbers give it. ``width``: bytes of an element."""
     planned, wrong, index = [], [], _index(rules)
-    for name, shape in chunk.tensors.items():
+    for local, shape in chunk.tensors.items():
+        name = global_name(layout, chunk, local)
         try:
-            if (placed := _placed(layout, chunk, index, name, shape)) is not None:
-                planned.append(Planned(name, _owned(placed, width), placed.shapes, placed.add))
+            if (placed := _placed(layout, index, name, shape, local in chunk.parallel)) is not None:
+                planned.append(Planned(local, name, _owned(placed, width), placed))
         except UsageError as error:
             wrong.append(f"{name} {shape}: {error}")
     _refuse(wrong)
@@ -64,7 +65,7 @@ def canonical_shapes(planned: Iterable[Planned]) -> dict[str, Shape]:
     """The shapes of all canonical tensors that local tensors are part of. ``UsageError`` if two disagree."""
     shapes: dict[str, tuple[Shape, str]] = {}
     for one in planned:
-        for name, shape in one.shapes.items():
+        for name, shape in one.placed.shapes.items():
             before = shapes.setdefault(name, (shape, one.name))
             if before[0] != shape:
                 raise UsageError(
@@ -83,12 +84,12 @@ def global_name(layout: Layout, chunk: Chunk, name: str) -> str:
     return name
 
 
-def _placed(layout: Layout, chunk: Chunk, index: Index, name: str, shape: Shape) -> Placed | None:
+def _placed(layout: Layout, index: Index, name: str, shape: Shape, parallel: bool) -> Placed | None:
     """Where one local tensor lies, or None if it is a copy of another."""
-    rule, numbers = _find(index, global_name(layout, chunk, name))
+    rule, numbers = _find(index, name)
     numbers["beyond"] = layout.numbers.layers + numbers.get("mtp", 0)
     names = tuple(_PLACE.sub(lambda found: str(numbers.get(found[1], found[0])), each) for each in rule.canonical)
-    placed = rule.kind(Spot(layout, rule, names, shape, name in chunk.parallel, numbers.get("expert")))
+    placed = rule.kind(Spot(layout, rule, names, shape, parallel, numbers.get("expert")))
     if placed is None:
         return None
     if [size for size in placed.map.shape if size != 1] != [size for size in shape if size != 1]:
@@ -101,7 +102,7 @@ def _find(index: Index, name: str) -> tuple[Rule, dict[str, int]]:
     for pattern, rule in index.get(_DIGITS.sub("#", name), ()):
         if found := pattern.fullmatch(name):
             return rule, {key: int(number) for key, number in found.groupdict().items()}
-    raise UsageError("no rule says what it is", expected="a name of the table", found=name)
+    raise UsageError("no rule says what it is")
 
 
 def _index(rules: Sequence[Rule]) -> Index:

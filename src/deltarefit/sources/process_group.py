@@ -7,6 +7,8 @@ process groups that move tensors: messages pass while those are busy, and a dead
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -16,24 +18,25 @@ from deltarefit.errors import UnavailableError, UsageError
 from deltarefit.exchange import Alone
 from deltarefit.ports import Exchange
 
-_numbers = itertools.count()
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 _TIMEOUT = timedelta(seconds=30)
 
 
 class TorchExchange:
     """``ports.Exchange`` in a c10d store, under a prefix of its own.
 
-    Every rank makes its exchanges in the same order, so that they get the same number; a restarted job starts a new
-    store. ``store`` None: the default store of ``torch.distributed``, which must be initialised. A store that does not
-    answer within 30 seconds is an ``UnavailableError``.
+    Exchanges of one ``name`` are numbered, so all their ranks make the same ones in the same order; ranks that publish
+    apart from each other have names of their own. A restarted job starts a new store. ``store`` None: the default
+    store of ``torch.distributed``, which must be initialised. A store that does not answer within 30 seconds is an
+    ``UnavailableError``.
     """
 
-    def __init__(self, store: Store | None, rank: int, size: int) -> None:
+    def __init__(self, store: Store | None, rank: int, size: int, name: str = "all") -> None:
         if not 0 <= rank < size:
             raise UsageError("no such rank", expected=f"0 <= rank < {size}", found=rank)
         self.rank, self.size = rank, size
         given = _default_store() if store is None else store
-        self._store = PrefixStore(f"deltarefit/{next(_numbers)}", _connected(given))
+        self._store = PrefixStore(f"deltarefit/{name}/{next(_numbers[name])}", _connected(given))
 
     def put(self, key: str, data: bytes) -> None:
         with _answers(f"cannot say {key}"):

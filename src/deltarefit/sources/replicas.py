@@ -49,25 +49,53 @@ class Replicated:
         return self.group[0]
 
 
-def check_replicas(every: Sequence[Replicated], exchange: Exchange, timeout: float) -> None:
-    """Compare every tensor with its leader's. All ranks call this at the same step of training.
+class Replicas:
+    """Everything of a rank that others hold too."""
 
-    ``IntegrityError`` names the tensors that differ, on the ranks where they differ from the leader's;
-    ``UnavailableError`` if a rank says nothing for ``timeout`` seconds.
-    """
-    digests = {one.name: str(_digest(one)) for one in every}
-    leaders = sorted({one.leader for one in every} - {exchange.rank})
-    nonce = secrets.token_hex(8)
-    for leader in leaders:
-        exchange.put(_ask(leader, exchange.rank), nonce.encode())
-    try:
-        _answer(exchange, [one for one in every if one.leader == exchange.rank], digests, timeout)
-        theirs = {leader: _answered(exchange, leader, nonce, timeout) for leader in leaders}
-    finally:
-        for leader in leaders:
-            exchange.delete(_ask(leader, exchange.rank))
-    others = (one for one in every if one.leader != exchange.rank)
-    _refuse(exchange.rank, [one for one in others if theirs[one.leader].get(one.name) != digests[one.name]])
+    def __init__(self, every: Sequence[Replicated], exchange: Exchange) -> None:
+        self._every, self._exchange = tuple(every), exchange
+        self._led = [one for one in every if one.leader == exchange.rank]
+        self._leaders = sorted({one.leader for one in every} - {exchange.rank})
+        self._followers = sorted({rank for one in self._led for rank in one.group} - {exchange.rank})
+        self._answered: dict[int, bytes] = {}
+
+    def check(self, timeout: float) -> None:
+        """Compare every tensor with its leader's. All ranks call this at the same step of training.
+
+        ``IntegrityError`` names the tensors that differ, on the ranks where they differ from the leader's;
+        ``UnavailableError`` if a rank says nothing for ``timeout`` seconds.
+        """
+        exchange, nonce = self._exchange, secrets.token_hex(8)
+        digests = {one.name: str(_digest(one)) for one in self._every}
+        for leader in self._leaders:
+            exchange.put(_ask(leader, exchange.rank), nonce.encode())
+        try:
+            self._answer(digests, timeout)
+            theirs = {leader: _answered(exchange, leader, nonce, timeout) for leader in self._leaders}
+        finally:
+            for leader in self._leaders:
+                exchange.delete(_ask(leader, exchange.rank))
+        others = (one for one in self._every if one.leader != exchange.rank)
+        _refuse(exchange.rank, [one for one in others if theirs[one.leader].get(one.name) != digests[one.name]])
+
+    def _answer(self, digests: dict[str, str], timeout: float) -> None:
+        """Wait for all that this rank leads, then say all digests; the part with the numbers they asked with, last."""
+        if not self._followers:
+            return
+        nonces = [_heard(partial(self._asked, rank), rank, timeout) for rank in self._followers]
+        self._answered = dict(zip(self._followers, nonces, strict=True))
+        lines = [f"{digests[one.name]} {one.name}" for one in self._led]
+        parts = [lines[start : start + PER_MESSAGE] for start in range(0, len(lines), PER_MESSAGE)]
+        put, own = self._exchange.put, self._exchange.rank
+        for number in reversed(range(1, len(parts))):
+            put(_reply(own, number), "\n".join(parts[number]).encode())
+        put(_reply(own, 0), b"\n".join([b" ".join(nonces), str(len(parts)).encode(), *map(str.encode, parts[0])]))
+
+    def _asked(self, rank: int) -> bytes | None:
+        """The number that a rank asks with, if it is not the one of an earlier check, which it may not have taken
+        back yet."""
+        said = self._exchange.get(_ask(self._exchange.rank, rank))
+        return None if said == self._answered.get(rank) else said
 
 
 def _refuse(rank: int, drifted: Sequence[Replicated]) -> None:
@@ -96,20 +124,6 @@ def _ask(leader: int, rank: int) -> str:
 
 def _reply(leader: int, part: int) -> str:
     return f"replicas/answer/{leader}/{part}"
-
-
-def _answer(exchange: Exchange, led: Sequence[Replicated], digests: dict[str, str], timeout: float) -> None:
-    """Wait for all that this rank leads, then say all digests; the first part, with the numbers asked with, last."""
-    followers = sorted({rank for one in led for rank in one.group} - {exchange.rank})
-    if not followers:
-        return
-    asks = [_heard(partial(exchange.get, _ask(exchange.rank, rank)), rank, timeout) for rank in followers]
-    lines = [f"{digests[one.name]} {one.name}" for one in led]
-    parts = [lines[start : start + PER_MESSAGE] for start in range(0, len(lines), PER_MESSAGE)]
-    for number in reversed(range(1, len(parts))):
-        exchange.put(_reply(exchange.rank, number), "\n".join(parts[number]).encode())
-    nonces = " ".join(ask.decode() for ask in asks)
-    exchange.put(_reply(exchange.rank, 0), "\n".join([nonces, str(len(parts)), *parts[0]]).encode())
 
 
 def _answered(exchange: Exchange, leader: int, nonce: str, timeout: float) -> dict[str, str]:

@@ -56,10 +56,11 @@ class Output:
 
 @dataclass
 class _Memory:
-    """What is known of the elements of one storage. ``patched``: written in several goes, which may overlap or leave
-    holes."""
+    """What is known of the elements of one storage. ``given``: the input that it is. ``patched``: written in several
+    goes, which may overlap or leave holes."""
 
     numel: int
+    given: str | None = None
     origins: list[Origin] = field(default_factory=list)
     reason: str | None = None
     patched: bool = False
@@ -102,6 +103,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         shape, dtype = kind
         tensor = torch.empty(shape, dtype=dtype, device="meta")
         memory = self._memory(tensor)
+        memory.given = name
         if tensor.numel():
             memory.origins.append(Origin(name, (), (Box((tensor.numel(),), 0, (1,), 0, (1,)),)))
         return tensor
@@ -128,7 +130,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket is torch.ops.aten.copy_:
             self._written(args[0], args[1])
         elif func._schema.is_mutable:
-            self._spoil(func, [*_tensors(args), *_tensors(kwargs.values())])
+            written = list(_tensors(_written_arguments(func._schema, args, kwargs)))
+            self._refuse_given(written)
+            self._spoil(func, written)
         else:
             for out in _tensors([given]):
                 self._made(func, args, out)
@@ -158,7 +162,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _copied(self, out: torch.Tensor, source: torch.Tensor, *rest: Any) -> None:
         self._carry(source, out, self._memory(out), _cast(source, out))
 
+    def _refuse_given(self, written: Sequence[torch.Tensor]) -> None:
+        """The real tensors would be the trainer's own weights."""
+        if name := next((given for tensor in written if (given := self._memory(tensor).given)), None):
+            raise UsageError(
+                f"the conversion writes to {name}, which it was given", next_step="Clone it before, or write elsewhere."
+            )
+
     def _written(self, out: torch.Tensor, source: torch.Tensor) -> None:
+        self._refuse_given([out])
         memory = self._memory(out)
         memory.patched = True
         self._carry(source.expand(out.shape), out, memory, _cast(source, out))
@@ -206,6 +218,12 @@ def _same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _cast(source: torch.Tensor, out: torch.Tensor) -> Casts:
     return () if source.dtype == out.dtype else (out.dtype,)
+
+
+def _written_arguments(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    for number, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[number] if number < len(args) else kwargs.get(argument.name)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
