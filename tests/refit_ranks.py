@@ -1,4 +1,4 @@
-"""What the ranks of a real sharded trainer do in the end-to-end tests: train, publish, and export densely, step by step."""
+"""What the ranks of a real sharded trainer do in the end-to-end tests: train, publish, export densely, step by step."""
 
 from __future__ import annotations
 

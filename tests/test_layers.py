@@ -13,14 +13,13 @@ ROOT = Path(__file__).parent.parent / "src" / "deltarefit"
 
 LAYERS: dict[str, int] = {
     "errors": 0, "elements": 0, "_kernel": 0,
-    "records": 1, "manifest": 1, "pieces": 1, "affine": 1, "boxes": 1, "fitting": 1, "coverage": 1, "codec": 1,
-    "digest": 1, "protocol": 1, "safetensors_layout": 1, "localfiles": 2,
-    "pieces": 1, "boxes": 1, "crossing": 1, "joining": 1, "fitting": 1, "affine": 1, "coverage": 1, "exchange": 2,
-    "ports": 2, "baseline": 2, "events": 2, "exchange": 2, "shards": 2,
+    "records": 1, "manifest": 1, "pieces": 1, "codec": 1, "digest": 1, "protocol": 1, "safetensors_layout": 1,
+    "affine": 1, "boxes": 1, "crossing": 1, "joining": 1, "fitting": 1, "coverage": 1,
+    "ports": 2, "baseline": 2, "events": 2, "localfiles": 2, "exchange": 2,
     "sources": 3, "targets": 3, "stores": 3,
     "weights": 3, "runlog": 3, "recent": 3,
-    "anchors": 3, "anchoring": 3, "encoding": 3, "staging": 3, "asof": 3, "pipeline": 3, "receiver": 3, "publisher": 3,
-    "creating": 3, "driving": 3, "meeting": 3, "trainers": 3, "share": 3, "shard_baseline": 3, "target_baseline": 3,
+    "anchors": 3, "anchoring": 3, "staging": 3, "asof": 3, "pipeline": 3, "receiver": 3,
+    "publisher": 3, "publishing": 3,
     "cli": 4, "demo": 4, "bench": 4, "testing": 4, "doctor": 4, "compare": 4, "verify": 4, "inspection": 4,
 }  # fmt: skip
 ADAPTERS = {"sources", "targets", "stores"}

@@ -12,17 +12,18 @@ from typing import Any
 import pytest
 import zstandard
 
-from deltarefit import Publisher, Receiver, anchors, codec, encoding, runlog
-from deltarefit.encoding import SegmentEncoder
+from deltarefit import Publisher, Receiver, anchors, codec, runlog
 from deltarefit.errors import NotFoundError, RefitError
 from deltarefit.manifest import Header, ProducerManifest, State
 from deltarefit.protocol import coordinator as c
 from deltarefit.protocol import follower as f
 from deltarefit.protocol import messages as m
+from deltarefit.publishing import encoding
+from deltarefit.publishing.encoding import SegmentEncoder
+from deltarefit.publishing.shard_baseline import ShardBaseline
+from deltarefit.publishing.share import Share
 from deltarefit.records import Digest
 from deltarefit.runlog import RunLog
-from deltarefit.shard_baseline import ShardBaseline
-from deltarefit.share import Share
 from deltarefit.staging import Staging
 from deltarefit.stores.object import ObjectStore
 from deltarefit.weights import Weights

@@ -394,7 +394,7 @@ def test_a_baseline_that_does_not_fit_on_the_disk_is_an_error_at_the_start(tmp_p
     code = (
         "import resource, sys\n"
         "from deltarefit.errors import StorageFullError\n"
-        "from deltarefit.shards import FileBits\n"
+        "from deltarefit.publishing.shards import FileBits\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
         "bits = FileBits(sys.argv[1], 'rank-0-of-1')\n"
         "try:\n"

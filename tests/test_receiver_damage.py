@@ -11,9 +11,9 @@ import pytest
 from deltarefit import MemoryBaseline, Publisher, Receiver
 from deltarefit.anchoring import write_anchor
 from deltarefit.baseline import NoSpool
-from deltarefit.driving import Driver
 from deltarefit.errors import RefitError, UnavailableError, UsageError
 from deltarefit.manifest import Header, Intent, Mode, ProducerManifest, State
+from deltarefit.publishing.driving import Driver
 from deltarefit.records import Digest
 from deltarefit.runlog import RunLog, attempt_key, payload_prefix
 from tests import helpers as h

@@ -1,11 +1,13 @@
-"""End to end, real trainers: model families by layouts, several AdamW steps; a receiver holds the bits of a dense export.
+"""End to end, real trainers: families by layouts, several AdamW steps; a receiver holds the bits of a dense export.
 
-Ranks are processes over gloo. Every version is rebuilt from the store alone, by a receiver that starts there and by one that
-has followed since the first; tensor by tensor, buffers included, it is what ``save_pretrained`` of the gathered model writes.
+Ranks are processes over gloo. Every version is rebuilt from the store alone, by a receiver that starts there and by one
+that has followed since the first; tensor by tensor, buffers included, it is what ``save_pretrained`` of the gathered
+model writes.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,9 +52,7 @@ def check_bits(log: RunLog, target: MemoryBaseline, expected: Bits, version: int
 
 
 def changed(dense: list[Bits]) -> int:
-    return sum(
-        int((one[name] != other[name]).sum()) for one, other in zip(dense, dense[1:], strict=False) for name in one
-    )
+    return sum(int((one[name] != other[name]).sum()) for one, other in itertools.pairwise(dense) for name in one)
 
 
 CASES = [

@@ -80,6 +80,13 @@ def test_fp8_blocks_by_hand() -> None:
     assert quantized.float().tolist() == [[448.0, -224.0], [0.0, 448.0]]
 
 
+def test_fp8_blocks_of_values_too_small_for_a_scale_stay_finite() -> None:
+    """The scale is zero then, and so is what comes back; there is no NaN."""
+    quantized, scales = fp8_blocks(torch.tensor([[1e-45, -1e-45]]), (1, 2))
+    assert scales.tolist() == [[0.0]]
+    assert quantized.float().tolist() == [[448.0, -448.0]]
+
+
 @pytest.mark.parametrize("step", [None, 1000, 77])
 @pytest.mark.parametrize("band", [1, 1 << 20])
 @pytest.mark.parametrize(
@@ -161,6 +168,7 @@ def test_an_empty_shard_owns_nothing() -> None:
     [
         ((0, 100), (0, 200), "expected a row edge at a multiple of 128 or 300, found 100"),
         ((100, 300), (0, 200), "expected a row edge at a multiple of 128 or 300, found 100"),
+        ((0, 129), (0, 200), "expected a row edge at a multiple of 128 or 300, found 129"),
         ((0, 300), (0, 130), "expected a column edge at a multiple of 128 or 200, found 130"),
         ((0, 300), (64, 200), "expected a column edge at a multiple of 128 or 200, found 64"),
     ],

@@ -131,6 +131,15 @@ def test_gather_gives_any_range_of_a_strided_box(sizes: list[int], data: st.Data
     assert out.tolist() == [2 + 3 * p for p in range(start, stop)]
 
 
+def test_gather_goes_backwards_where_strides_are_negative() -> None:
+    local = torch.arange(24, dtype=torch.int16)
+    expected = torch.flip(local.view(4, 6)[:, ::2], [0, 1]).flatten()
+    for start, stop in ((0, 12), (1, 11), (4, 5), (2, 6)):
+        out = torch.empty(stop - start, dtype=torch.int16)
+        gather(local, Box((4, 3), 22, (-6, -2), 0, (3, 1)), start, stop, out)
+        assert out.tolist() == expected[start:stop].tolist()
+
+
 def test_several_parts_make_one_tensor() -> None:
     """Two locals concatenated by columns into one canonical tensor."""
     a, b = random_tensor(torch.float16, (4, 3)), random_tensor(torch.float16, (4, 5), 1)
@@ -288,6 +297,21 @@ def test_a_write_while_held_is_named_at_the_end() -> None:
     with pytest.raises(IntegrityError, match="b was written to"), source.hold(), torch.no_grad():
         b.add_(1)
     read_pieces(source)
+
+
+@pytest.mark.parametrize("element", [0, 1, 998, 999])
+def test_one_element_written_through_torch_is_enough(element: int) -> None:
+    tensor = torch.zeros(1000)
+    source = source_of(t=tensor)
+    with pytest.raises(IntegrityError, match="t was written to"), source.hold():
+        tensor[element] = 1
+
+
+def test_writes_that_pass_torch_by_are_seen_in_a_sample() -> None:
+    tensor = torch.zeros(100_000)
+    source = source_of(t=tensor)
+    with pytest.raises(IntegrityError, match="t was written to"), source.hold():
+        tensor.numpy()[::100] += 1
 
 
 def test_an_error_inside_a_hold_is_not_hidden_and_ends_it() -> None:

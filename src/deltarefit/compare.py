@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deltarefit.codec import EncodedDelta, encode_delta
-from deltarefit.encoding import changed_elements
 from deltarefit.errors import UsageError
 from deltarefit.events import Emit, ignore
 from deltarefit.manifest import Catalog, TensorEntry
 from deltarefit.pieces import whole
 from deltarefit.pipeline import PAYLOAD_BYTES, Upload, counted, extents_of, upload_segments
 from deltarefit.ports import Source
+from deltarefit.publishing.encoding import changed_elements
 from deltarefit.weights import Segment
 
 

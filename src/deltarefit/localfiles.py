@@ -145,15 +145,15 @@ def mapped(handle: int, offset: int, count: int, width: int, *, writable: bool =
 
 @contextlib.contextmanager
 def _bounced(raw: npt.NDArray[np.uint8], width: int) -> Iterator[Elements]:
-    before = raw.copy()
-    view = before.copy().view(f"u{width}") if raw.flags.writeable else before.view(f"u{width}")
+    copy = raw.copy()
+    view = copy.view(f"u{width}")
     view.flags.writeable = raw.flags.writeable
     try:
         yield view
     finally:
-        # Only what this window changed: another one may overlap it, and a window that only read must dirty no page.
-        if raw.flags.writeable and (changed := np.flatnonzero(view.view(np.uint8) != before)).size:
-            raw[changed] = view.view(np.uint8)[changed]
+        # a window that only read must dirty no page
+        if raw.flags.writeable and not np.array_equal(raw, copy):
+            raw[:] = copy
 
 
 def _release(pages: mmap.mmap) -> None:

@@ -64,7 +64,7 @@ class Spool(Protocol):
 
 
 class Exchange(Protocol):
-    """Small messages among the ranks of one trainer, about a kilobyte per payload or piece; nothing waits in here.
+    """Small messages among the ranks of one trainer: about a kilobyte for each payload, piece or tensor. Nothing waits.
 
     A key is written by one rank, the last ``put`` counts. Raises ``UnavailableError`` if the medium is gone.
     """
@@ -180,7 +180,7 @@ class Target(Protocol):
         """Writable access to elements [start, stop) of one tensor: an array of any strides, and the row-major
         index in that array at which element ``start`` lies (0 for an exact window; ``start`` where the whole,
         perhaps strided, tensor is given). Bounded memory: released when the block ends. Called from several
-        threads at once: their ranges may overlap, the elements that they write do not."""
+        threads at once; windows that are written to do not overlap then, windows that are only read may."""
 
     def flush(self) -> None:
         """Every byte written so far is as durable as the header will be."""

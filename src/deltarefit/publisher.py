@@ -16,22 +16,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deltarefit.driving import Driver
 from deltarefit.errors import AttemptLostError, IntegrityError, UsageError
 from deltarefit.events import Emit, Event, ignore
 from deltarefit.manifest import Intent, Outcome, ProducerManifest
-from deltarefit.meeting import meet
 from deltarefit.pieces import whole
 from deltarefit.pipeline import AHEAD_BYTES, MOST_PAYLOAD_BYTES, PAYLOAD_BYTES
 from deltarefit.ports import Baseline, Source, Store, Target
 from deltarefit.protocol import coordinator, producer
 from deltarefit.protocol.messages import new_digest
+from deltarefit.publishing.driving import Driver
+from deltarefit.publishing.meeting import meet
+from deltarefit.publishing.shard_baseline import ShardBaseline
+from deltarefit.publishing.shards import FileBits, MemoryBits
+from deltarefit.publishing.share import Options, Share
+from deltarefit.publishing.target_baseline import TargetBaseline
+from deltarefit.publishing.trainers import Closing, Report, Trainers
 from deltarefit.recent import RecentPayloads
-from deltarefit.shard_baseline import ShardBaseline
-from deltarefit.shards import FileBits, MemoryBits
-from deltarefit.share import Options, Share
-from deltarefit.target_baseline import TargetBaseline
-from deltarefit.trainers import Closing, Report, Trainers
 
 DEADLINE_S = 300.0
 

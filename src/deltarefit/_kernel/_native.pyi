@@ -53,8 +53,8 @@ def encode(
     packing: int = -1,
     rows: Rows = (0, 0, 0, 0),
 ) -> tuple[Record, list[tuple[str, bytes]], Lanes, Lanes] | None:
-    """The delta of two arrays of one shape whose element 0 is element ``start`` of the piece that ``rows`` enumerates, of
-    a tensor with digest key ``key``.
+    """The delta of two arrays of one shape whose element 0 is element ``start`` of the piece that ``rows`` enumerates,
+    of a tensor with digest key ``key``.
 
     Returns (record, [(stream name, bytes)] in slice order, pre sums, post sums), or None if nothing changed. The
     choices left at -1 are taken by estimated compressed size, the same on every CPU. SET is only used when asked for;

@@ -135,8 +135,8 @@ def _shelve(
     sizes: tuple[int, int],
 ) -> Iterator[BlockShelf]:
     for _, whole in shard(name, matrix, starts, sizes).boxes:
-        for span, box in rows_of(whole):
-            yield BlockShelf(Piece(catalog.index[name], *span), bands, output, sizes[1], box.local)
+        for span, _ in rows_of(whole):
+            yield BlockShelf(Piece(catalog.index[name], *span), bands, output, sizes[1])
 
 
 class _Bands:
@@ -166,19 +166,18 @@ class _Bands:
 
 @dataclass(frozen=True)
 class BlockShelf:
-    """The quantized elements (``output`` 0) or the scales (1) of one local matrix, ``columns`` in a row of it."""
+    """The quantized elements (``output`` 0) or the scales (1) of one local matrix, ``columns`` in a row of it. An
+    interval of a matrix is one piece, in the order of its own rows."""
 
     piece: Piece
     bands: _Bands
     output: int
     columns: int
-    first: int
 
     def direct(self, start: int, stop: int) -> Elements | None:
         return None
 
     def fill(self, start: int, stop: int, out: torch.Tensor) -> None:
-        start, stop = start + self.first, stop + self.first
         size = self.bands.rows(self.output) * self.columns
         for band in range(start // size, -(-stop // size)):
             low, high = max(start, band * size), min(stop, (band + 1) * size)

@@ -124,7 +124,7 @@ class Retrying:
 
 
 class Limited:
-    """``ports.Store`` over another whose uploads share ``bytes_per_s``, as over one slow link. For benchmarks and tests."""
+    """``ports.Store`` over another whose uploads share ``bytes_per_s``, as over one slow link. For benchmarks."""
 
     def __init__(self, store: Store, bytes_per_s: float) -> None:
         self._store, self._rate = store, bytes_per_s

@@ -27,9 +27,9 @@ from deltarefit.manifest import Header, PayloadRef, State
 from deltarefit.pieces import Piece, layout_of
 from deltarefit.ports import Store
 from deltarefit.protocol.messages import Attempt
+from deltarefit.publishing.shards import ShardBits
 from deltarefit.records import Digest
 from deltarefit.runlog import RunLog, anchor_prefix, payload_prefix
-from deltarefit.shards import ShardBits
 from deltarefit.weights import SEGMENT_BYTES
 
 

@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from deltarefit.encoding import SegmentEncoder
 from deltarefit.errors import BaseMismatch, DigestMismatch, IntegrityError
 from deltarefit.events import Emit, Event
 from deltarefit.manifest import Intent, PayloadRef, ProducerManifest
 from deltarefit.pieces import layout_of
 from deltarefit.pipeline import EncodeSegment, Upload, counted, upload_segments
 from deltarefit.ports import Baseline, Source, Store
+from deltarefit.publishing.encoding import SegmentEncoder
+from deltarefit.publishing.trainers import Report
 from deltarefit.records import Digest
 from deltarefit.runlog import RunLog, anchor_prefix, check_catalog, payload_prefix
-from deltarefit.trainers import Report
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from deltarefit.affine import check_coverage
 from deltarefit.errors import BaseMismatch, UsageError
 from deltarefit.pieces import Piece
 from deltarefit.ports import Source, Store
+from deltarefit.publishing.trainers import Trainers
 from deltarefit.runlog import RunLog
-from deltarefit.trainers import Trainers
 
 _COLUMNS = 7
 

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 from deltarefit.anchors import seal_anchor
-from deltarefit.creating import create_record
 from deltarefit.errors import AttemptLostError, IntegrityError, NotFoundError, UnavailableError
 from deltarefit.manifest import Intent
 from deltarefit.protocol import coordinator, producer
 from deltarefit.protocol import messages as m
+from deltarefit.publishing.creating import create_record
+from deltarefit.publishing.share import Share
+from deltarefit.publishing.trainers import Closing, Report, Trainers
 from deltarefit.records import Digest, Record
 from deltarefit.runlog import RunLog, attempt_key
-from deltarefit.share import Share
-from deltarefit.trainers import Closing, Report, Trainers
 
 Machine = TypeVar("Machine", coordinator.Coordinator, producer.Producer)
 LOOK_S = 1.0
