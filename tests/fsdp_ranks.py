@@ -290,6 +290,17 @@ def after_a_forward_pass(job: Job) -> list[str]:
     return [gathered, before, text_of(lambda: FsdpSource(model))]
 
 
+def sharded_anew(job: Job) -> list[str]:
+    """A parameter that is replicated where it was sharded; the same one sharded again; none."""
+    model = _placed(Shard(0), torch.zeros(2, 2), (8, 2))
+    source, before = FsdpSource(model), model.w
+    said = []
+    for tensor in (before.redistribute(placements=[Replicate()]), before.detach().clone(), None):
+        model.w = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
+        said.append(text_of(lambda: read_pieces(source)))
+    return said
+
+
 def written_while_held(job: Job) -> list[str]:
     """Steps of optimizers that write in different ways."""
     model = small_model()

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent / "src" / "deltarefit"
 LAYERS: dict[str, int] = {
     "errors": 0, "elements": 0, "_kernel": 0,
     "records": 1, "manifest": 1, "pieces": 1, "codec": 1, "digest": 1, "protocol": 1, "safetensors_layout": 1,
-    "affine": 1, "boxes": 1, "crossing": 1, "joining": 1, "fitting": 1, "coverage": 1,
+    "affine": 1,
     "ports": 2, "baseline": 2, "events": 2, "localfiles": 2, "exchange": 2,
     "sources": 3, "targets": 3, "stores": 3,
     "weights": 3, "runlog": 3, "recent": 3,

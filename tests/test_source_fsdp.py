@@ -164,6 +164,13 @@ def test_gathered_parameters_are_resharded_first() -> None:
     assert world(4).run(ranks.after_a_forward_pass) == [["False", "", ""]] * 4
 
 
+def test_a_parameter_that_is_sharded_anew_or_gone_is_named() -> None:
+    for replicated, same, gone in world(4).run(ranks.sharded_anew):
+        assert replicated.startswith("BaseMismatch: w is sharded differently now; expected ((8, 2), (Shard(dim=0),)")
+        assert same == ""
+        assert gone.startswith("BaseMismatch: w is gone from the model")
+
+
 def test_an_optimizer_step_while_held_is_named() -> None:
     for said in (text for one in world(4).run(ranks.written_while_held) for text in one):
         assert said.startswith("IntegrityError: ")

@@ -182,14 +182,16 @@ def test_a_dead_store_is_unavailable() -> None:
         exchange.delete("k")
 
 
-def test_a_wait_of_another_does_not_hold_up_messages() -> None:
-    """A rank that waits for a key in the job's own connection, as process groups do when they start."""
+def test_the_jobs_own_connection_is_left_alone() -> None:
+    """Its timeout stays, and a wait in it, as process groups wait when they start, holds up no message."""
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
     waiting = threading.Thread(target=lambda: client.get("late"))
     waiting.start()
     try:
+        timeout = client.timeout
         exchange = TorchExchange(client, 0, 1, name="wait")
+        assert client.timeout == timeout
         exchange.put("k", b"1")
         assert exchange.get("k") == b"1"
         assert waiting.is_alive()

@@ -10,8 +10,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from deltarefit.affine.coverage import check_segments
 from deltarefit.codec import ALL, SET, Delta, check_object, open_payload
-from deltarefit.coverage import check_segments
 from deltarefit.errors import AlreadyExistsError, FormatError, UnavailableError, UsageError
 from deltarefit.events import Emit, Event
 from deltarefit.manifest import Anchor, Catalog, FileRef, PayloadRef

@@ -19,7 +19,7 @@ import safetensors.numpy
 import zstandard
 
 from deltarefit import _kernel
-from deltarefit.coverage import cut, disjoint
+from deltarefit.affine.coverage import cut, disjoint
 from deltarefit.elements import Elements
 from deltarefit.errors import FormatError, IntegrityError
 from deltarefit.manifest import MAX_PAYLOAD_BYTES, MAX_STREAM_BYTES, Catalog, PayloadRef

@@ -1,15 +1,17 @@
 """From segments to payloads in the store: read, encode, pack, compress, upload, side by side.
 
 Segments are read and encoded on one pool in order; as soon as a payload is full it is compressed, hashed and uploaded
-on another while the next is being encoded. What is in flight is bounded in bytes.
+on another while the next is being encoded. What is in flight is bounded in bytes. After the first error nothing begins.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from deltarefit.codec import EncodedDelta, PayloadBuilder
@@ -28,7 +30,7 @@ MOST_PAYLOAD_BYTES = 192 << 20
 AHEAD_BYTES = 64 << 20
 """Bytes of finished payloads that may wait for the store before encoding stops and waits, too."""
 ENCODE_AHEAD = 4
-"""Segments being encoded or waiting, per thread."""
+"""Segments that may wait, encoded or not, beside one for each thread: room for threads that are quicker than others."""
 UPLOADS = 4
 """Payloads being compressed or uploaded at a time."""
 
@@ -70,29 +72,60 @@ def upload_segments(
     threads: int,
     taken: Callable[[], None] = lambda: None,
 ) -> tuple[PayloadRef, ...]:
-    """Encode all segments and upload them as payloads; their references in order. The first error is raised, after
-    what was in flight has ended. ``taken`` is called once every segment is encoded: nothing is read any more."""
+    """Encode all segments and upload them as payloads; their references in order. The first error of any thread is
+    raised, after what was in flight has ended. ``taken`` is called once every segment is encoded: nothing is read any
+    more."""
+    fuse = _Fuse()
     with (
         ThreadPoolExecutor(threads, thread_name_prefix="encode") as encoders,
         ThreadPoolExecutor(UPLOADS, thread_name_prefix="upload") as uploaders,
     ):
-        encoded = _ahead(encoders, encode, segments, ENCODE_AHEAD * threads)
-        return tuple(_uploaded(uploaders, _fill(encoded, upload.payload_bytes), upload, taken))
+        encoded = _ahead(encoders, fuse.guard(encode), segments, threads + ENCODE_AHEAD)
+        seal = fuse.guard(partial(_seal, upload=upload))
+        try:
+            return tuple(_uploaded(uploaders, seal, _fill(encoded, upload.payload_bytes), upload.ahead_bytes, taken))
+        except BaseException as error:
+            if (first := fuse.blow(error)) is error:
+                raise
+            raise first from None
+
+
+class _Fuse:
+    """Blown by the first error of any thread: guarded work that has not begun then is skipped."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def blow(self, error: BaseException) -> BaseException:
+        """The first error, which may be an earlier one."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+            return self._error
+
+    def guard(self, work: Callable[[T], U]) -> Callable[[T], U]:
+        def guarded(item: T) -> U:
+            if self._error is not None:
+                raise CancelledError
+            try:
+                return work(item)
+            except BaseException as error:
+                self.blow(error)
+                raise
+
+        return guarded
 
 
 def _ahead(pool: ThreadPoolExecutor, work: Callable[[T], U], items: Iterable[T], ahead: int) -> Iterator[U]:
     """``map`` in order with at most ``ahead`` items begun and not yet taken."""
     waiting: deque[Future[U]] = deque()
-    try:
-        for item in items:
-            waiting.append(pool.submit(work, item))
-            if len(waiting) >= ahead:
-                yield waiting.popleft().result()
-        while waiting:
+    for item in items:
+        waiting.append(pool.submit(work, item))
+        if len(waiting) >= ahead:
             yield waiting.popleft().result()
-    finally:
-        for future in waiting:
-            future.cancel()
+    while waiting:
+        yield waiting.popleft().result()
 
 
 def _fill(encoded: Iterable[EncodedDelta | None], payload_bytes: int) -> Iterator[PayloadBuilder]:
@@ -109,26 +142,26 @@ def _fill(encoded: Iterable[EncodedDelta | None], payload_bytes: int) -> Iterato
 
 
 def _uploaded(
-    pool: ThreadPoolExecutor, builders: Iterable[PayloadBuilder], upload: Upload, taken: Callable[[], None]
+    pool: ThreadPoolExecutor,
+    seal: Callable[[PayloadBuilder], PayloadRef],
+    builders: Iterable[PayloadBuilder],
+    ahead_bytes: int,
+    taken: Callable[[], None],
 ) -> Iterator[PayloadRef]:
     """References in order. At most ``ahead_bytes`` wait beside the payload that is being filled."""
     waiting: deque[tuple[Future[PayloadRef], int]] = deque()
     flying = 0
-    try:
-        for builder in builders:
-            nbytes = builder.nbytes
-            while waiting and (flying + nbytes > upload.ahead_bytes or waiting[0][0].done()):
-                future, size = waiting.popleft()
-                yield future.result()
-                flying -= size
-            waiting.append((pool.submit(_seal, builder, upload), nbytes))
-            flying += nbytes
-        taken()
-        while waiting:
-            yield waiting.popleft()[0].result()
-    finally:
-        for future, _ in waiting:
-            future.cancel()
+    for builder in builders:
+        nbytes = builder.nbytes
+        while waiting and (flying + nbytes > ahead_bytes or waiting[0][0].done()):
+            future, size = waiting.popleft()
+            yield future.result()
+            flying -= size
+        waiting.append((pool.submit(seal, builder), nbytes))
+        flying += nbytes
+    taken()
+    while waiting:
+        yield waiting.popleft()[0].result()
 
 
 def _seal(builder: PayloadBuilder, upload: Upload) -> PayloadRef:

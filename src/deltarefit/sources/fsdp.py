@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from deltarefit.errors import UsageError
+from deltarefit.errors import BaseMismatch, UsageError
 from deltarefit.ports import Exchange
 from deltarefit.sources.building import Dtypes, Holding, canonical_dtypes, catalog_of, parts_of
 from deltarefit.sources.conversions import is_saved, reversal, saved, saved_name
@@ -163,12 +164,23 @@ def _held(model: torch.nn.Module, slot: Slot, ranks: Sequence[int]) -> _Held:
     else:
         number = ranks.index(dist.get_rank()) if len(ranks) > 1 else 0
         place = Place((0,) * len(shape), shape, tuple(range(len(ranks))), number)
-    return _Held(slot, Holding(name, lambda: _local(slot.tensor()), shape, tensor.dtype, place))
+    return _Held(slot, Holding(name, partial(_local, slot, _spread(tensor)), shape, tensor.dtype, place))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(slot: Slot, spread: tuple[object, ...]) -> torch.Tensor:
+    """This rank's part, if it is spread over the ranks as it was when the source was made."""
+    tensor = slot.tensor()
+    if (found := _spread(tensor)) != spread:
+        name, next_step = slot.names[0], "Make a new source, on every rank, after the model is sharded anew."
+        raise BaseMismatch(f"{name} is sharded differently now", expected=spread, found=found, next_step=next_step)
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _spread(tensor: torch.Tensor) -> tuple[object, ...]:
+    if isinstance(tensor, DTensor):
+        return tuple(tensor.shape), tensor.placements, tensor.device_mesh
+    return (tuple(tensor.shape),)
 
 
 def _replicated(holdings: Sequence[Holding]) -> list[Replicated]:

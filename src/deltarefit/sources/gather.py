@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from deltarefit.boxes import Box
+from deltarefit.affine.boxes import Box
 
 KEPT_BUFFERS = 16
 KEPT_BYTES = 16 << 20

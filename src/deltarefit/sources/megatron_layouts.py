@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from deltarefit.affine import AffineMap, restrict
-from deltarefit.boxes import Box, box_of, ordered
+from deltarefit.affine.boxes import Box, box_of, ordered
 from deltarefit.errors import UsageError
 
 Digit = tuple[int, int, int]

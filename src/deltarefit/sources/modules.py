@@ -9,6 +9,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from deltarefit.errors import BaseMismatch
+
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """Where torch.compile and activation checkpointing keep the module that they wrap."""
 
@@ -24,10 +26,10 @@ class Slot:
     is_parameter: bool
 
     def tensor(self) -> torch.Tensor:
-        """The parameter or buffer as it is now."""
-        tensor = (self.owner._parameters if self.is_parameter else self.owner._buffers)[self.leaf]
+        """The parameter or buffer as it is now; ``BaseMismatch`` if there is none any more."""
+        tensor = (self.owner._parameters if self.is_parameter else self.owner._buffers).get(self.leaf)
         if tensor is None:
-            raise LookupError(f"{self.names[0]} is gone from the model")
+            raise BaseMismatch(f"{self.names[0]} is gone from the model", next_step="Make a new source.")
         return tensor
 
 

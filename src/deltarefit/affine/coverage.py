@@ -15,7 +15,7 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from deltarefit.crossing import Meeting, Side, meet
+from deltarefit.affine.crossing import Meeting, Side, meet
 from deltarefit.errors import IntegrityError, RefitError, UsageError
 from deltarefit.manifest import Catalog
 from deltarefit.pieces import Piece

@@ -14,32 +14,15 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from deltarefit.boxes import Box, Dim, NotAffineError, Span, ascends, box_of, flipped, glued, ordered, rows_of
-from deltarefit.coverage import check_coverage, check_segments, disjoint
-from deltarefit.crossing import Meeting, Side, meet
+from deltarefit.affine.boxes import Box, Dim, NotAffineError, ascends, box_of, flipped, glued, ordered
+from deltarefit.affine.crossing import Meeting, Side, meet
+from deltarefit.affine.fitting import fit, fit_pairs
 from deltarefit.errors import UsageError
-from deltarefit.fitting import fit, fit_pairs
-
-__all__ = [
-    "AffineMap",
-    "Box",
-    "NotAffineError",
-    "Span",
-    "check_coverage",
-    "check_segments",
-    "compose",
-    "derive",
-    "disjoint",
-    "fit",
-    "invert",
-    "probe",
-    "restrict",
-    "rows_of",
-    "shard",
-]
 
 MAX_ENUMERATED = 1 << 24
-"""Most elements of a box that ``compose`` looks at one by one where radices do not align."""
+"""Most elements of a box that ``compose`` looks at one by one where strides do not divide each other."""
+MAX_PARTS = 1024
+"""Most boxes that two such boxes may meet in."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +120,8 @@ def restrict(m: AffineMap, start: int, stop: int) -> AffineMap:
 def compose(inner: AffineMap, outer: Mapping[str, AffineMap]) -> AffineMap:
     """``inner`` (local to tensors in memory) and then ``outer`` (each of those to canonical tensors), exactly.
 
-    Works on digits. Where the radices of two boxes do not align, the elements they share are enumerated if one has at
-    most ``MAX_ENUMERATED``; otherwise ``NotAffineError``. ``UsageError`` names a tensor that ``outer`` lacks.
+    Works on digits. Where the strides of two boxes do not divide each other, the elements they share are enumerated if
+    one has at most ``MAX_ENUMERATED``; otherwise ``NotAffineError``. ``UsageError`` names a tensor not in ``outer``.
     """
     boxes: list[tuple[str, Box]] = []
     for middle in inner.names:
@@ -199,5 +182,5 @@ def _enumerated(a: Side, b: Side) -> Iterator[Meeting]:
     other, known = large.looked_up(place)
     local, canonical = (own[known], other[known]) if small is a else (other[known], own[known])
     order = np.argsort(canonical)
-    for box in fit_pairs(canonical[order], local[order], limit=len(order) + 1):
+    for box in fit_pairs(canonical[order], local[order], MAX_PARTS):
         yield box.dims, box.local, box.canonical

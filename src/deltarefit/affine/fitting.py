@@ -13,9 +13,9 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from deltarefit.boxes import Box, Dim, NotAffineError, box_of, glued, ordered
+from deltarefit.affine.boxes import Box, Dim, NotAffineError, box_of, glued, ordered
+from deltarefit.affine.joining import Blocks, Positions, Stretches, block_stretches, element_stretches, joined, too_many
 from deltarefit.errors import UsageError
-from deltarefit.joining import Blocks, Positions, Stretches, block_stretches, element_stretches, joined, too_many
 
 LIMIT = 64
 """Most boxes of one fit."""

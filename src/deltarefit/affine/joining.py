@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from deltarefit.boxes import Dim, NotAffineError
+from deltarefit.affine.boxes import Dim, NotAffineError
 
 Positions = npt.NDArray[np.int64]
 _CHUNK = 1 << 16
