@@ -90,8 +90,8 @@ class Exchange(Protocol):
 class Source(Protocol):
     """A trainer rank's side: the canonical bits that this rank owns, piece by piece.
 
-    Over all ranks of ``exchange``, pieces cover every element of the catalog exactly once; a source of one rank has
-    one piece per tensor. Both stay the same for the life of the source.
+    Over all ranks of ``exchange``, pieces cover every element of the catalog exactly once. Catalog and pieces stay the
+    same for the life of the source.
     """
 
     @property
