@@ -19,15 +19,15 @@ from deltarefit.sources.conversions import is_saved, reversal, saved, saved_name
 from deltarefit.sources.modules import Slot, slots, unwrapped
 from deltarefit.sources.placements import Place, place_of
 from deltarefit.sources.process_group import default_exchange
-from deltarefit.sources.replicas import Replicas, Replicated
+from deltarefit.sources.replicas import Replicated
+from deltarefit.sources.replicated import ReplicatedSource
 from deltarefit.sources.residual import Residual
-from deltarefit.sources.tensors import TensorSource
 from deltarefit.sources.tracing import Conversion, Output
 
 Files = Mapping[str, bytes] | Callable[[], Mapping[str, bytes]] | None
 
 
-class FsdpSource(TensorSource):
+class FsdpSource(ReplicatedSource):
     """``ports.Source`` over a model whose parameters are DTensors, plain tensors, or both; made on every rank alike.
 
     Shards on any dimension, uneven and empty ones, replicated mesh dimensions (HSDP) and tensor parallelism beneath
@@ -60,36 +60,29 @@ class FsdpSource(TensorSource):
         ranks: Sequence[int] | None = None,
         check_every: int = 0,
     ) -> None:
-        self._model, self._check_every, self._holds = model, check_every, 0
+        self._model = model
         exchange = exchange or default_exchange()
         members = _members(exchange, ranks)
         _reshard(model)
         clean = unwrapped(model)
         held = [_held(clean, slot, members) for slot in _saved_slots(clean)]
         plan = _plan(clean, held, conversions, dtype, residuals)
-        self._replicas = Replicas(_replicated(plan.holdings), exchange)
         super().__init__(
             parts_of(plan.holdings, plan.outputs, plan.dtypes),
             catalog_of(plan.outputs, plan.dtypes, plan.aliases),
             exchange,
+            replicated=_replicated(plan.holdings),
+            check_every=check_every,
             files=files,
             residuals=residuals,
         )
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """As ``TensorSource.hold``. Parameters that a forward pass left gathered are resharded first."""
+        """As ``ReplicatedSource.hold``. Parameters that a forward pass left gathered are resharded first."""
         _reshard(self._model)
         with super().hold():
-            self._holds += 1
-            if self._check_every and (self._holds - 1) % self._check_every == 0:
-                self.check_replicas()
             yield
-
-    def check_replicas(self, timeout: float = 600.0) -> None:
-        """Compare the bits of everything that more than one rank holds, through ``exchange``. All ranks call this at
-        the same step. ``IntegrityError`` names what differs; see ``Replicas.check``."""
-        self._replicas.check(timeout)
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,15 @@ from deltarefit.sources.megatron_layouts import Cut, DeltaNet, Heads, Mamba
 from deltarefit.sources.megatron_names import Table, table
 from deltarefit.sources.megatron_plan import Chunk, Planned, canonical_shapes, plan
 from deltarefit.sources.process_group import default_exchange
-from deltarefit.sources.replicas import Replicas, Replicated
-from deltarefit.sources.tensors import Part, TensorSource
+from deltarefit.sources.replicas import Replicated
+from deltarefit.sources.replicated import ReplicatedSource
+from deltarefit.sources.tensors import Part
 
 KEPT = {"*.e_score_correction_bias": torch.float32}
 """Canonical dtypes of tensors that are not stored like the others, by pattern of their names."""
 
 
-class MegatronSource(TensorSource):
+class MegatronSource(ReplicatedSource):
     """``ports.Source`` of one rank: the chunks of ``GPTModel`` or ``MambaModel`` that it trains, wrapped or not.
 
     ``hf_config`` is the Hugging Face configuration of the checkpoint, as an object or a mapping: its ``model_type``
@@ -71,25 +72,18 @@ class MegatronSource(TensorSource):
         pairs = [pair for chunk in chunks for pair in _planned(chunk, layout, rules, dtype.itemsize)]
         stored = _Stored(dtype, (*(dtypes or {}).items(), *KEPT.items()))
         catalog = agree(_entries(pairs, stored), layout, exchange)
-        self._replicas, self._check_every, self._holds = Replicas(replicated(pairs, layout), exchange), check_every, 0
-        super().__init__(_parts(pairs, stored), catalog, exchange, files=files)
+        held_alike = replicated(pairs, layout)
+        parts = _parts(pairs, stored)
+        super().__init__(parts, catalog, exchange, replicated=held_alike, check_every=check_every, files=files)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """As ``TensorSource.hold``. Where Megatron puts off the gathering of new parameters to the next forward pass
+        """As ``ReplicatedSource.hold``. Where Megatron puts off gathering new parameters to the next forward pass
         (``overlap_param_gather``), they are gathered first, by its own means: until then most of them are old."""
         for wrapper in self._lazy:
             wrapper.start_param_sync(force_sync=True)
         with super().hold():
-            self._holds += 1
-            if self._check_every and (self._holds - 1) % self._check_every == 0:
-                self.check_replicas()
             yield
-
-    def check_replicas(self, timeout: float = 600.0) -> None:
-        """Compare the bits of everything that more than one rank holds, through ``exchange``. All ranks call this at
-        the same step. ``IntegrityError`` names what differs; see ``Replicas.check``."""
-        self._replicas.check(timeout)
 
 
 @dataclass(frozen=True)
