@@ -10,6 +10,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,7 @@ def encoded(number: int) -> EncodedDelta:
     return encode_full(whole(0, 64 * NUMEL), bits, number * NUMEL, 7)
 
 
+@cache
 def name_of(number: int) -> str:
     """SHA-256 of the payload that holds just one segment."""
     builder = PayloadBuilder()
@@ -112,11 +114,11 @@ def test_a_payload_is_stored_while_the_next_is_built() -> None:
 
 
 def test_segments_are_encoded_while_payloads_are_stored() -> None:
-    """Payload n is not stored before segment n + 2 is encoded."""
-    encoded_ = [threading.Event() for _ in range(10)]
-    encoder = Encoder(lambda n: encoded_[n].set())
-    shelf = Shelf(lambda n: await_(encoded_[min(n + 2, 9)], f"segment {n + 2} waits for payload {n}"))
-    assert upload(10, encoder, shelf) == list(range(10))
+    """Payload n is not stored before segment n + 8 is encoded: four wait for the store all the time, and five more."""
+    begun = [threading.Event() for _ in range(40)]
+    encoder = Encoder(lambda n: begun[n].set())
+    shelf = Shelf(lambda n: await_(begun[min(n + 8, 39)], f"segment {n + 8} waits for payload {n}"))
+    assert upload(40, encoder, shelf, ahead_bytes=4 * SIZE) == list(range(40))
 
 
 def test_threads_encode_side_by_side() -> None:
@@ -149,6 +151,13 @@ def test_segments_are_listed_in_order_whatever_ends_first() -> None:
         done[number].set()
 
     assert upload(8, Encoder(encode), Shelf(), threads=2) == list(range(8))
+
+
+def test_stored_is_told_when_it_is_so() -> None:
+    seen: list[int] = []
+    shelf = Shelf()
+    upload(1, Encoder(), shelf, stored=lambda: seen.append(len(shelf.there)))
+    assert seen == [1]
 
 
 # ------------------------------------------------------------------------------------------ bounds
@@ -258,15 +267,16 @@ def test_encoding_stops_for_an_error_of_the_store(blown: threading.Event) -> Non
 
 def test_the_first_error_is_raised(blown: threading.Event) -> None:
     """Payload 1 fails first, then segment 4, then payload 0, which every other order would look at before."""
-    over = threading.Event()
+    begun, over = threading.Event(), threading.Event()
 
     def put(number: int) -> None:
-        if number == 0:
-            await_(over, "segment 4 was not encoded")
-        raise Stop(f"payload {number}")
+        await_(begun if number else over, "segment 4 was not encoded")
+        if number < 2:
+            raise Stop(f"payload {number}")
 
     def encode(number: int) -> None:
         if number == 4:
+            begun.set()
             await_(blown, "payload 1 did not fail")
             over.set()
             raise Stop("segment 4")

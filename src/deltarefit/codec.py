@@ -8,6 +8,7 @@ safetensors file.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
@@ -15,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import safetensors
-import safetensors.numpy
 import zstandard
 
 from deltarefit import _kernel
@@ -178,12 +178,12 @@ class PayloadBuilder:
         rows = self.rows
         pre, post = sum((e.pre for e in self.encoded), Digest()), sum((e.post for e in self.encoded), Digest())
         streams = self._take_streams()
-        sizes, packed = {}, {}
-        for name in [*sorted(streams), TABLE]:
-            raw = _pack_table(rows) if name == TABLE else b"".join(streams.pop(name))
-            if raw:
-                sizes[name], packed[name] = len(raw), np.frombuffer(_compress(raw), np.uint8)
-        data = safetensors.numpy.save(packed, {"deltarefit": PAYLOAD_TAG})
+        streams[TABLE] = [_pack_table(rows)]
+        sizes, frames = {}, {}
+        for name in sorted(streams):
+            if size := sum(len(data) for data in streams[name]):
+                sizes[name], frames[name] = size, _compress(streams.pop(name), size)
+        data = _safetensors(frames)
         return data, PayloadRef(
             sha256=hashlib.sha256(data).hexdigest(),
             size=len(data),
@@ -206,9 +206,28 @@ class PayloadBuilder:
         return streams
 
 
-def _compress(data: bytes) -> bytes:
-    packed: bytes = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False).compress(data)
-    return packed
+def _compress(slices: list[_Slice], size: int) -> list[bytes]:
+    """One frame, in parts; uses the slices up, so that no copy of the whole is ever held."""
+    frame = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False).compressobj(size=size)
+    slices.reverse()
+    parts = []
+    while slices:
+        parts.append(frame.compress(slices.pop()))
+    return [*parts, frame.flush()]
+
+
+def _safetensors(frames: dict[str, list[bytes]]) -> bytes:
+    """A safetensors file of one U8 tensor per frame, by name, as the library writes it; without its copies."""
+    header: dict[str, object] = {"__metadata__": {"deltarefit": PAYLOAD_TAG}}
+    end = 0
+    for name, parts in sorted(frames.items()):
+        start, end = end, end + sum(len(part) for part in parts)
+        header[name] = {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join(
+        [len(text).to_bytes(8, "little"), text, *(part for _, parts in sorted(frames.items()) for part in parts)]
+    )
 
 
 def _pack_table(rows: list[Row]) -> bytes:

@@ -6,6 +6,7 @@ makes this rank's part, and the baseline, receiver number zero, follows the log 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import threading
@@ -16,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deltarefit.errors import AttemptLostError, IntegrityError, UsageError
+from deltarefit.errors import AttemptLostError, IntegrityError, UnavailableError, UsageError
 from deltarefit.events import Emit, Event, ignore
 from deltarefit.manifest import Intent, Outcome, ProducerManifest
 from deltarefit.pieces import whole
@@ -34,6 +35,8 @@ from deltarefit.publishing.trainers import Closing, Report, Trainers
 from deltarefit.recent import RecentPayloads
 
 DEADLINE_S = 300.0
+MOST_THREADS = 4
+"""Threads where none are asked for: ranks share a machine, and each thread holds up to some 60 MB."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Publisher:
     or wrong one is rebuilt from the store. A second trainer is harmless: whichever commits an attempt first wins and
     the other gets ``AttemptLostError``. ``prove`` sums up the source's bits beside every delta and commits only if base
     and changes lead exactly there. A rank that is silent for ``deadline_s`` seconds ends the attempt for all.
+    ``threads`` encode; None: one per CPU, at most ``MOST_THREADS``. Beside the baseline, a publish then holds less than
+    512 MiB however large the model is.
     """
 
     def __init__(
@@ -85,15 +90,19 @@ class Publisher:
     ) -> None:
         if not 0 < payload_bytes <= MOST_PAYLOAD_BYTES:
             raise UsageError("payload_bytes", expected=f"1 .. {MOST_PAYLOAD_BYTES}", found=payload_bytes)
+        if not deadline_s > 0 or (threads or 0) < 0:
+            found = f"deadline_s={deadline_s}, threads={threads}"
+            raise UsageError("deadline_s or threads", expected="numbers above 0", found=found)
         self._emit = emit
         self._trainers = Trainers(source.exchange, deadline_s)
         self.log = meet(store, source, self._trainers)
         self._recent = RecentPayloads(store)
-        options = Options(threads or os.cpu_count() or 1, payload_bytes, ahead_bytes, prove)
+        options = Options(threads or min(os.cpu_count() or 1, MOST_THREADS), payload_bytes, ahead_bytes, prove)
         self._baseline = self._open_baseline(baseline, source, options.threads)
         self._share = Share(self.log, self._recent, source, self._baseline, options, self._tell)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._running: Future[Published] | None = None
+        self._closed = False
 
     @property
     def source(self) -> Source:
@@ -114,7 +123,7 @@ class Publisher:
         model. Nothing of a failed attempt is visible to receivers. Nothing is raised once it is committed: a baseline
         that could not follow is told as an event, and brought up by the next publish.
         """
-        self._finish()
+        self._begin()
         return self._publish(step, lambda: None)
 
     def start(self, step: int = 0) -> Future[Published]:
@@ -123,7 +132,7 @@ class Publisher:
         the next ``publish`` or ``start`` waits for it first. Payloads beyond ``ahead_bytes`` hold it back until the
         store has taken them.
         """
-        self._finish()
+        self._begin()
         taken = threading.Event()
         self._running = self._worker.submit(self._publish, step, taken.set)
         self._running.add_done_callback(lambda _: taken.set())
@@ -131,12 +140,18 @@ class Publisher:
         return self._running
 
     def close(self) -> None:
-        """Finish what was started; let go of threads, memory and files."""
+        """Finish what was started; let go of threads, memory and files. May be called twice."""
         self._finish()
+        self._closed = True
         self._worker.shutdown()
         self._baseline.close()
 
     # ------------------------------------------------------------------------------------ one publish
+
+    def _begin(self) -> None:
+        if self._closed:
+            raise UsageError("this publisher is closed", next_step="Make a new one, on every rank.")
+        self._finish()
 
     def _finish(self) -> None:
         """Wait for a publish that was started. Its error belongs to whoever holds the future."""
@@ -167,8 +182,9 @@ class Publisher:
             driver.step = _step_number(step)
             self._share.check_source()
             held.enter_context(self.source.hold())
-        except Exception as error:
-            self._trainers.ready(driver.step, error)
+        except BaseException as error:
+            with contextlib.suppress(UnavailableError):
+                self._trainers.ready(driver.step, error)
             raise
         self._trainers.ready(driver.step)
 
@@ -185,7 +201,7 @@ class Publisher:
                 sum(report.changed for report in reports),
                 driver.wire_bytes + sum(report.wire_bytes for report in reports),
             )
-        except Exception as error:
+        except BaseException as error:
             if not driver.opened:
                 self._trainers.refuse(error)
             raise
@@ -204,12 +220,18 @@ class Publisher:
         self._hold(driver, step, held)
         intent = self._trainers.opened()
         machine = driver.run(producer.Producer(intent, self._trainers.rank, secrets.token_hex(16)))
-        own, closing = driver.reports[0], self._trainers.closed()
+        own, closing = driver.reports[0], self._closing()
         if closing is not None and closing.doubt:
             self._baseline.doubt()
         if machine.phase is not producer.Phase.COMMITTED or machine.outcome is None:
             raise _lost(intent.attempt, machine.reason)
         return machine.outcome, closing or Closing(False, own.changed, own.wire_bytes)
+
+    def _closing(self) -> Closing | None:
+        """What rank 0 said of an attempt that is decided already."""
+        with contextlib.suppress(UnavailableError):
+            return self._trainers.closed()
+        return None
 
     def _new_coordinator(self) -> coordinator.Coordinator:
         head, nonce, size = self.log.head(), secrets.token_hex(16), self._trainers.size
@@ -226,7 +248,11 @@ class Publisher:
         if given is None or isinstance(given, str | os.PathLike):
             rank, size = self._trainers.rank, self._trainers.size
             bits = MemoryBits() if given is None else FileBits(Path(given), f"rank-{rank}-of-{size}")
-            return ShardBaseline(self.log, source.pieces, bits, self._recent, self._tell)
+            try:
+                return ShardBaseline(self.log, source.pieces, bits, self._recent, self._tell, threads)
+            except BaseException:
+                bits.close()
+                raise
         expected = [whole(number, entry.numel) for number, entry in enumerate(self.log.catalog.tensors)]
         if self._trainers.size > 1 or list(source.pieces) != expected:
             raise UsageError(
@@ -247,7 +273,8 @@ class Publisher:
         try:
             self._share.timed(phase, work)
         except Exception as error:  # noqa: BLE001 - whatever it is, the version is committed
-            self._emit(Event("behind", phase, text=str(error) or type(error).__name__))
+            with contextlib.suppress(Exception):  # a listener that raises, too
+                self._emit(Event("behind", phase, text=str(error) or type(error).__name__))
 
     # ------------------------------------------------------------------------------------ reporting
 

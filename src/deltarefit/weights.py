@@ -22,7 +22,7 @@ from deltarefit.ports import Target
 from deltarefit.records import Digest
 
 T = TypeVar("T")
-SEGMENT_BYTES = 8 << 20
+SEGMENT_BYTES = 4 << 20
 """Canonical bytes handled at a time: bounds memory, and gives threads something to share."""
 
 _Write = tuple[Delta, memoryview | None]

@@ -1,20 +1,27 @@
-"""Peak memory of ``publish`` and ``follow`` at two model sizes: real processes, as the kernel accounts them.
+"""Peak memory of ``publish`` and ``follow``, and of a trainer's ranks: real processes, as the kernel accounts them.
 
-Both keep their copy of the weights in files (baseline, followed directory) that are mapped window by window, so the
-peak must not grow with the model. ``base`` is the same program that does nothing (``deltarefit --version``).
+``publish`` and ``follow`` keep their copy of the weights in files (baseline, followed directory) that are mapped window
+by window, so the peak must not grow with the model. ``base`` is the same program that does nothing
+(``deltarefit --version``).
+
+A rank (``of_ranks``) keeps its baseline in memory. It may need that, and beside it an amount that does not grow with
+the model either.
 """
 
 from __future__ import annotations
 
 import filecmp
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from deltarefit.bench.ranks import run_ranks
 from deltarefit.demo.train import write_bf16
 from deltarefit.errors import RefitError
 
@@ -27,6 +34,29 @@ def peaks(work: Path, sizes: tuple[int, ...]) -> dict[str, Any]:
     """Peak resident bytes by size of model: {"base": n, "sizes": {size: {"publish": n, "follow": n}}}."""
     base = _peak("--version")
     return {"base": base, "sizes": {size: _peaks_of(work, size) for size in sizes}}
+
+
+def of_ranks(work: Path, large: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """One row for each number of ranks, kind of weights and phase: most bytes beyond what the bare rank holds with the
+    same shard, of the rank that needs most; ``beyond_baseline`` without its baseline. ``large`` is the bytes of the
+    largest tensor."""
+    rows = []
+    for ranks in sizes:
+        masters = ranks > 1
+        arguments = {"large": large, "masters": masters, "threads": len(os.sched_getaffinity(0))}
+        weights = "float32 as bfloat16" if masters else "bfloat16"
+        for job in ("publishing", "rebuilding"):
+            directory = work / f"memory-{ranks}" / job
+            found = run_ranks(f"deltarefit.bench.memory_rank:{job}", ranks, directory, arguments)
+            rows += [{"ranks": ranks, "weights": weights, "largest": large, **row} for row in _phases(found)]
+    return rows
+
+
+def _phases(ranks: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for phase in ranks[0]["peaks"]:
+        rank = max(ranks, key=lambda rank: int(rank["peaks"][phase]) - int(rank["baseline"]))
+        extra, baseline = rank["peaks"][phase], rank["baseline"]
+        yield {"phase": phase, "extra": extra, "baseline": baseline, "beyond_baseline": extra - baseline}
 
 
 def _peaks_of(work: Path, size: int) -> dict[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -34,14 +35,14 @@ class Weights(torch.nn.Module):
             self.register_parameter(name, torch.nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
 
 
-def publishing(rank: Rank, large: int, masters: bool, threads: int) -> dict[str, int]:
+def publishing(rank: Rank, large: int, masters: bool, threads: int) -> dict[str, Any]:
     """Peaks of the first publish and of one for each of ``DENSITIES``, in bytes; ``large`` is the largest tensor's size
     in canonical bytes, ``masters`` keeps float32 and publishes bfloat16."""
     model = _sharded(rank, large, masters)
     return _peaks(rank, model, threads, first="anchor")
 
 
-def rebuilding(rank: Rank, large: int, masters: bool, threads: int) -> dict[str, int]:
+def rebuilding(rank: Rank, large: int, masters: bool, threads: int) -> dict[str, Any]:
     """Peak of the first publish after a restart, whose baseline comes from the store: the anchor and all deltas."""
     model = _sharded(rank, large, masters)
     for number, density in enumerate(DENSITIES):
@@ -49,23 +50,22 @@ def rebuilding(rank: Rank, large: int, masters: bool, threads: int) -> dict[str,
     return _peaks(rank, model, threads, first="rebuild")
 
 
-def _peaks(rank: Rank, model: Weights, threads: int, first: str) -> dict[str, int]:
+def _peaks(rank: Rank, model: Weights, threads: int, first: str) -> dict[str, Any]:
     bare = meter.settled()
     store = open_store(str(rank.directory.parent / "store"))
     source = FsdpSource(model)
-    peaks: dict[str, int] = {"bare": bare}
+    peaks: dict[str, int] = {}
     with contextlib.closing(Publisher(store, source, threads=threads)) as publisher:
         publisher.publish(0)
         peaks[first] = meter.peak() - bare
-        if first == "anchor":
-            for number, density in enumerate(DENSITIES):
-                _change(rank, model, density, number)
-                meter.settled()
-                publisher.publish(number + 1)
-                peaks[f"delta {density:.0%}"] = meter.peak() - bare
+        for number, density in enumerate(DENSITIES if first == "anchor" else ()):
+            _change(rank, model, density, number)
+            meter.settled()
+            publisher.publish(number + 1)
+            peaks[f"delta {density:.0%}"] = meter.peak() - bare
     widths = [source.catalog.tensors[piece.tensor].width for piece in source.pieces]
-    peaks["baseline"] = sum(piece.length * width for piece, width in zip(source.pieces, widths, strict=True))
-    return peaks
+    baseline = sum(piece.length * width for piece, width in zip(source.pieces, widths, strict=True))
+    return {"peaks": peaks, "baseline": baseline}
 
 
 def _sharded(rank: Rank, large: int, masters: bool) -> Weights:
@@ -75,21 +75,28 @@ def _sharded(rank: Rank, large: int, masters: bool) -> Weights:
     if rank.size > 1:
         fully_shard(model)
     model.to_empty(device="cpu")
+    noise = _noise(rank)
     for number, chunk in enumerate(_chunks(model)):
-        generator = torch.Generator().manual_seed(1000 * rank.number + number)
-        chunk.copy_(torch.randint(-(1 << 15), 1 << 15, chunk.shape, dtype=torch.int16, generator=generator))
+        chunk.copy_(noise[: chunk.numel()]).bitwise_xor_(number)
     return model
 
 
 def _change(rank: Rank, model: Weights, density: float, number: int) -> None:
-    """Other bits in that share of all elements, the same ones whenever this is repeated; low bits, or any if all
-    change, which nothing compresses."""
-    for chunk_number, chunk in enumerate(_chunks(model)):
-        generator = torch.Generator().manual_seed(1000 * (1 + rank.number) + 100 * number + chunk_number)
-        most = 4 if density < 1 else 1 << 15
-        bits = torch.randint(1, most, chunk.shape, dtype=torch.int16, generator=generator)
-        bits[torch.rand(chunk.shape, generator=generator) >= density] = 0
-        chunk.bitwise_xor_(bits)
+    """Other bits in about that share of all elements, the same ones whenever this is repeated: one low bit each, or any
+    if all change, which nothing compresses."""
+    generator, noise = torch.Generator().manual_seed(number), _noise(rank) | 1
+    for chunk in _chunks(model):
+        if density == 1.0:
+            chunk.bitwise_xor_(noise[-chunk.numel() :])
+        else:
+            places = torch.randint(chunk.numel(), (round(density * chunk.numel()),), generator=generator)
+            chunk[places] = chunk[places] ^ 1
+
+
+def _noise(rank: Rank) -> torch.Tensor:
+    """Random bits for a chunk. They may repeat: no compressor of payloads looks so far back."""
+    generator = torch.Generator().manual_seed(rank.number)
+    return torch.randint(-(1 << 15), 1 << 15, (_CHUNK,), dtype=torch.int16, generator=generator)
 
 
 def _chunks(model: Weights) -> Iterator[torch.Tensor]:

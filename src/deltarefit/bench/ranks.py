@@ -93,11 +93,11 @@ def _serve(function: str, rank: Rank, arguments: Mapping[str, Any]) -> None:
 
 def _meeting_point(rank: Rank) -> Any:
     """A key-value store in rank 0, whose free port the others learn from a file."""
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     path = rank.directory / _PORT
     if rank.number == 0:
-        store = dist.TCPStore("127.0.0.1", 0, rank.size, True, _MEETING, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, rank.size, True, _MEETING, wait_for_workers=False)
         part = path.with_suffix(".part")
         part.write_text(str(store.port))
         part.replace(path)
@@ -105,7 +105,7 @@ def _meeting_point(rank: Rank) -> Any:
     deadline = time.monotonic() + _MEETING.total_seconds()
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    return dist.TCPStore("127.0.0.1", int(path.read_text()), rank.size, False, _MEETING)
+    return TCPStore("127.0.0.1", int(path.read_text()), rank.size, False, _MEETING)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from rich.table import Table
 
 def table(result: dict[str, Any]) -> Group:
     """One row per case and encoding, then memory, then goals."""
-    return Group(_cases(result["cases"]), _memory(result["memory"]), _goals(result["goals"]))
+    return Group(_cases(result["cases"]), _memory(result["memory"]), goals_table(result["goals"]))
 
 
 def _cases(rows: list[dict[str, Any]]) -> Table:
@@ -57,7 +57,8 @@ def _memory(memory: dict[str, Any]) -> Table:
     return shown
 
 
-def _goals(goals: list[dict[str, Any]]) -> Table:
+def goals_table(goals: list[dict[str, Any]]) -> Table:
+    """Each goal, its limit, the worst figure and whether it is reached."""
     shown = Table(title="goals (worst case covered)", title_justify="left")
     for name in ("goal", "limit", "worst", "reached"):
         shown.add_column(name)

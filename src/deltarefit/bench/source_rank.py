@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ WARM_STEPS = 3
 
 
 def measure(rank: Rank, size: str, sharding: str, way: str, steps: int, threads: int) -> dict[str, Any]:
-    """What one rank saw: memory ``before``, the ``first`` publish, and one row for each of ``steps``."""
+    """What one rank saw: memory ``before``, the ``first`` publish, and one row for each of ``steps``; ``content`` is a
+    hash of the last bits."""
     trainer = Trainer(rank, size, sharding)
     for _ in range(WARM_STEPS):
         trainer.step()
@@ -33,12 +35,13 @@ def measure(rank: Rank, size: str, sharding: str, way: str, steps: int, threads:
     store = open_store(str(rank.directory.parent / "store"))
     publishing = (Ours if way == "ours" else Gathering)(rank, trainer.model, store, threads)
     first = _published(publishing, 0)
-    rows = [{"train": trainer.step(), **_published(publishing, step)} for step in range(1, steps + 1)]
-    equal = _holds_dense_export(rank, trainer.model, rank.directory.parent / "store")
-    return {"before": before, "first": first, "steps": rows, "equal": equal}
+    rows = [_published(publishing, step, trainer.step()) for step in range(1, steps + 1)]
+    received = _received(rank, rank.directory.parent / "store")
+    equal, content = _compared(received, trainer.model)
+    return {"before": before, "first": first, "steps": rows, "equal": equal, "content": content}
 
 
-def _published(publishing: Ours | Gathering, step: int) -> dict[str, Any]:
+def _published(publishing: Ours | Gathering, step: int, train: float = 0.0) -> dict[str, Any]:
     """One publish: seconds by stage, bytes sent to other ranks, most resident bytes, and what it was."""
     meter.settled()
     publishing.watch.seconds.clear()
@@ -48,7 +51,7 @@ def _published(publishing: Ours | Gathering, step: int) -> dict[str, Any]:
     published = publishing.publish(step)
     peak = meter.peak()
     dist.barrier()
-    seconds = {**publishing.watch.seconds, "total": time.perf_counter() - started}
+    seconds = {"train": train, **publishing.watch.seconds, "total": time.perf_counter() - started}
     return {"seconds": seconds, "traffic": publishing.traffic - traffic, "peak": peak, **_facts(published)}
 
 
@@ -63,19 +66,23 @@ def _facts(published: Published | None) -> dict[str, Any]:
     }
 
 
-def _holds_dense_export(rank: Rank, model: torch.nn.Module, store: Path) -> bool:
-    """Whether a receiver that comes now holds exactly the bits of all gathered parameters; known to rank 0 only, true on
-    others."""
+def _received(rank: Rank, store: Path) -> MemoryBaseline:
+    """What a receiver that comes now holds; empty on other ranks than 0."""
     target = MemoryBaseline()
     if rank.number == 0:
         with contextlib.closing(Receiver(open_store(str(store)), target)) as receiver:
             receiver.follow(once=True)
-    return all([_same(target, name, parameter) for name, parameter in sorted(model.named_parameters())])
+    return target
 
 
-def _same(target: MemoryBaseline, name: str, parameter: torch.Tensor) -> bool:
-    dense = bits(parameter)
-    if target.catalog is None:
-        return True
-    with target.window(target.catalog.index[name], 0, dense.size) as (array, _):
-        return np.array_equal(array, dense)
+def _compared(received: MemoryBaseline, model: torch.nn.Module) -> tuple[bool, str]:
+    """Whether it holds exactly the bits of all parameters, gathered by all ranks, and a hash of these. Where nothing
+    was received it is true."""
+    equal, content = True, hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        dense = bits(parameter)
+        content.update(name.encode() + dense.tobytes())
+        if received.catalog is not None:
+            with received.window(received.catalog.index[name], 0, dense.size) as (array, _):
+                equal = equal and np.array_equal(array, dense)
+    return equal, content.hexdigest()

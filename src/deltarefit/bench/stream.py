@@ -78,7 +78,7 @@ def _chain(source: ArraySource, rate: float, densities: Sequence[float], threads
     """A run over a link of ``rate`` bytes a second and one without limit, version by version side by side."""
     free = _memory()
     fast, slow = (Publisher(store, source, threads=threads) for store in (free, Limited(_memory(), rate)))
-    rows = []
+    rows: list[dict[str, Any]] = []
     with contextlib.closing(fast), contextlib.closing(slow):
         for density in (1.0, *densities):
             if rows:

@@ -62,7 +62,9 @@ Baseline = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", metavar="N", min=1, help="Threads to encode with.", show_default="one per CPU"),
+    typer.Option(
+        "--threads", metavar="N", min=1, help="Threads to encode with.", show_default="one per CPU; publish: at most 4"
+    ),
 ]
 PayloadBytes = Annotated[
     int,
@@ -100,6 +102,11 @@ Tensors = Annotated[
     typer.Option("--tensors", help="Count changes per tensor, too. This fetches the version's payloads."),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="A tiny model and few rounds: seconds instead of minutes.")]
+Ranks = Annotated[int, typer.Option("--ranks", metavar="N", min=1, max=4, help="Processes of the trainer.")]
+ModelSize = Annotated[
+    str,
+    typer.Option("--size", metavar="NAME", help="The model: tiny, small or medium (0.2, 68, 226 million parameters)."),
+]
 Cache = Annotated[
     Path | None,
     typer.Option(

@@ -98,6 +98,21 @@ def bench_codec(call: Call, quick: options.Quick = False, cache: options.Cache =
     call.out.final(result)
 
 
+@verb(_bench, "source", remote=False)
+def bench_source(
+    call: Call, ranks: options.Ranks = 2, size: options.ModelSize = "small", quick: options.Quick = False
+) -> None:
+    """Measure publishing from a sharded trainer: each rank's own shard, against a gather on rank 0.
+
+    Trains a small model on some processes of this machine (FSDP2 over gloo) and publishes every step in both
+    ways; then measures whether uploads overlap with encoding, and a rank's memory. Needs the demo extra. The
+    last line of stdout is JSON.
+    """
+    result = _extra("deltarefit.bench.source").run(ranks, size, quick, call.out.say)
+    call.out.table(_extra("deltarefit.bench.source_report").table(result))
+    call.out.final(result)
+
+
 @verb(app, "demo", remote=False)
 def demo(call: Call, quick: options.Quick = False, cache: options.Cache = None) -> int:
     """Train a small model and refit a live model in another process after each step, end to end.

@@ -29,8 +29,8 @@ MAY_FAIL = (m.Encode, m.CreateManifest, m.ReadManifest, m.Gather, m.AwaitOutcome
 
 
 class Driver:
-    """One attempt of one rank. ``reports`` are what was gathered (rank 0), or this rank's own; ``opened`` once there is
-    an attempt; ``wire_bytes`` are those of the records written here."""
+    """One attempt of one rank. ``reports`` are what was gathered (rank 0), or this rank's own; ``opened`` once all
+    have been told of an attempt; ``wire_bytes`` are those of the records written here."""
 
     def __init__(self, log: RunLog, trainers: Trainers, share: Share, taken: Callable[[], None]) -> None:
         self._log, self._trainers, self._share, self._taken = log, trainers, share, taken
@@ -90,9 +90,9 @@ class Driver:
         return create_record(self._log, number, name, record)
 
     def _encode(self, intent: Intent) -> m.Event:
-        self.opened = True
         if self._trainers.rank == 0:
             self._trainers.open(intent)
+        self.opened = True
         self._share.watch = lambda: self._stop_if_decided(intent.attempt)
         self.reports = [self._share.make(intent, self.step, self._taken)]
         return m.Encoded(self.reports[0].manifest)

@@ -5,14 +5,16 @@ Refused before anything is written, on every rank, with what rank 0 found.
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from deltarefit.affine import check_coverage
-from deltarefit.errors import BaseMismatch, UsageError
+from deltarefit.errors import BaseMismatch, NotFoundError, UsageError
 from deltarefit.pieces import Piece
 from deltarefit.ports import Source, Store
 from deltarefit.publishing.trainers import Trainers
-from deltarefit.runlog import RunLog
+from deltarefit.runlog import LATE_VISIBILITY_S, RunLog
 
 _COLUMNS = 7
 
@@ -27,16 +29,33 @@ def meet(store: Store, source: Source, trainers: Trainers) -> RunLog:
         return RunLog.open_or_create(store, source.catalog).run
 
     run = trainers.meet(_hello(source), judge)
-    log = RunLog.open_or_create(store, source.catalog)
-    if log.run != run:
-        raise BaseMismatch("ranks see different stores", expected=f"run {run} (rank 0)", found=log.run)
+    log = _opened(store)
+    if log is None or log.run != run:
+        raise BaseMismatch(
+            f"rank {trainers.rank} sees another store than rank 0",
+            expected=f"run {run}",
+            found=f"{f'run {log.run}' if log else 'no run'} at {store.url}",
+            next_step="Give every rank the same store, one that all of them can reach.",
+        )
     return log
+
+
+def _opened(store: Store) -> RunLog | None:
+    """The run that rank 0 found or made, waited for (F13); never made here: this may be another store."""
+    deadline = time.monotonic() + LATE_VISIBILITY_S
+    while True:
+        try:
+            return RunLog.open(store)
+        except NotFoundError:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.2)
 
 
 def _hello(source: Source) -> bytes:
     pieces = source.pieces
     if list(pieces) != sorted(pieces):
-        raise UsageError("the pieces of a source are not sorted")
+        raise UsageError("the pieces of a source are not sorted", expected="sorted(pieces)", found=pieces[:4])
     table = np.array([_row(piece) for piece in pieces], "<u8").reshape(len(pieces), _COLUMNS)
     return source.catalog.identity.encode() + table.tobytes()
 

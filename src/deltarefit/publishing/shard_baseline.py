@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import bisect
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,22 +32,33 @@ from deltarefit.protocol.messages import Attempt
 from deltarefit.publishing.shards import ShardBits
 from deltarefit.records import Digest
 from deltarefit.runlog import RunLog, anchor_prefix, payload_prefix
-from deltarefit.weights import SEGMENT_BYTES
+from deltarefit.weights import Segment, cut
+
+T = TypeVar("T")
+U = TypeVar("U")
+MOST_OPEN = 4
+"""Payloads that are open at a time, whatever the number of threads: each takes some 50 MB."""
+_POSITIONS = 1 << 18
+"""Positions of a foreign piece that are looked up at a time."""
 
 
 class ShardBaseline:
     """``ports.Baseline`` of ``pieces`` (sorted) of a run. ``store`` serves payloads: the log's, or a cache of it."""
 
-    def __init__(self, log: RunLog, pieces: Sequence[Piece], bits: ShardBits, store: Store, emit: Emit) -> None:
-        self._log, self._pieces, self._bits, self._emit = log, pieces, bits, emit
+    def __init__(
+        self, log: RunLog, pieces: Sequence[Piece], bits: ShardBits, store: Store, emit: Emit, threads: int = 1
+    ) -> None:
+        self._log, self._pieces, self._bits, self._emit, self._threads = log, pieces, bits, emit, threads
         self._payloads = log.over(store)
         self._keys = catalog_keys(log.run, log.catalog)
         self._layout = layout_of(pieces)
         self._incarnation = secrets.token_hex(8)
         self._of_tensor: dict[int, list[int]] = {}
         for number, piece in enumerate(pieces):
-            self._of_tensor.setdefault(piece.tensor, []).append(number)
-        bits.claim([(piece.length, log.catalog.tensors[piece.tensor].width) for piece in pieces])
+            if piece.length:
+                self._of_tensor.setdefault(piece.tensor, []).append(number)
+        self._extents = [(piece.length, log.catalog.tensors[piece.tensor].width) for piece in pieces]
+        bits.claim(self._extents)
         self._header = self._believable()
 
     @property
@@ -74,7 +87,9 @@ class ShardBaseline:
         head = self._log.head()
         if head is None or head.number != version:
             found = head.number if head else "none"
-            raise AttemptLostError("another publisher moved the head", expected=version, found=found)
+            raise AttemptLostError(
+                "another publisher moved the head", expected=version, found=found, next_step="Publish again."
+            )
         if self._header.state is not State.CLEAN or self._header.version > version:
             self._rebuild()
         commits = list(self._log.commits(self._header.version + 1))
@@ -108,16 +123,13 @@ class ShardBaseline:
         self._bits.write_header(self._header)
 
     def _digest(self) -> Digest:
-        return sum((self._piece_digest(number) for number in range(len(self._pieces))), Digest())
+        return sum(self._each(self._segment_digest, cut(self._extents), self._threads), Digest())
 
-    def _piece_digest(self, number: int) -> Digest:
+    def _segment_digest(self, segment: Segment) -> Digest:
+        number, start, stop = segment
         piece, array = self._pieces[number], self._bits.array(number)
-        step, origin = SEGMENT_BYTES // array.itemsize, piece.origin
-        parts = (
-            _kernel.digest(array[at : at + step], origin + at, self._keys[piece.tensor], piece.rows)
-            for at in range(0, piece.length, step)
-        )
-        return sum((Digest(*part) for part in parts), Digest())
+        key = self._keys[piece.tensor]
+        return Digest(*_kernel.digest(array[start:stop], piece.origin + start, key, piece.rows))
 
     # ------------------------------------------------------------------------------------ moving
 
@@ -146,14 +158,28 @@ class ShardBaseline:
         return [ref for ref in refs if bisect.bisect_left(owned, ref.first) < bisect.bisect_right(owned, ref.last)]
 
     def _set(self, prefix: str, refs: Sequence[PayloadRef], phase: str, version: int) -> None:
+        """Payloads of one version in any order: no element is in two of them."""
         total, done = sum(ref.size for ref in refs), 0
-        for ref in refs:
-            opened = partial(open_payload, ref=ref, catalog=self._log.catalog)
-            for delta in self._payloads.fetch(prefix + ref.sha256, opened):
-                for number in self._of_tensor.get(delta.tensor, ()):
-                    write_into(self._pieces[number], self._bits.array(number), delta)
-            done += ref.size
-            self._emit(Event("progress", phase, version, done=done, total=total))
+        written = self._each(partial(self._write_payload, prefix), refs, min(self._threads, MOST_OPEN))
+        with closing(written):  # a listener may raise: no thread may write on after that
+            for size in written:
+                done += size
+                self._emit(Event("progress", phase, version, done=done, total=total))
+
+    def _write_payload(self, prefix: str, ref: PayloadRef) -> int:
+        opened = partial(open_payload, ref=ref, catalog=self._log.catalog)
+        for delta in self._payloads.fetch(prefix + ref.sha256, opened):
+            for number in self._of_tensor.get(delta.tensor, ()):
+                write_into(self._pieces[number], self._bits.array(number), delta)
+        return ref.size
+
+    def _each(self, work: Callable[[T], U], items: Iterable[T], threads: int) -> Generator[U, None, None]:
+        """``map`` on so many threads. When an error is raised, or this is closed, nothing of it runs any more."""
+        if threads == 1:
+            yield from map(work, items)
+            return
+        with ThreadPoolExecutor(threads, thread_name_prefix="baseline") as pool:
+            yield from pool.map(work, items)
 
 
 def write_into(piece: Piece, array: Elements, delta: Delta) -> None:
@@ -166,13 +192,15 @@ def write_into(piece: Piece, array: Elements, delta: Delta) -> None:
     if delta.high <= first or delta.low > last:
         return
     positions, values = _kernel.decode(delta.record, delta.slices)
-    index, chosen = _inside(piece, positions, values, delta.low)
-    if delta.operation == XOR:
-        array[index] ^= chosen
-    elif delta.operation == ADD:
-        array[index] += chosen
-    else:
-        array[index] = chosen
+    for at in range(0, positions.size, _POSITIONS):
+        some = slice(at, at + _POSITIONS)
+        index, chosen = _inside(piece, positions[some], values[some], delta.low)
+        if delta.operation == XOR:
+            array[index] ^= chosen
+        elif delta.operation == ADD:
+            array[index] += chosen
+        else:
+            array[index] = chosen
 
 
 def _within(piece: Piece, delta: Delta) -> int | None:
@@ -193,7 +221,7 @@ def _inside(
     at = positions[a:b].astype(np.int64) - first
     if piece.flat:
         return at, values[a:b]
-    pitch = piece.pitch or last - first + 1
+    pitch = piece.pitch if piece.length > piece.run else last - first + 1  # of a single row it says nothing
     row, rest = at // pitch, at % pitch
     column, off = rest // piece.step, rest % piece.step
     good = (off == 0) & (column < piece.run)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -83,7 +84,8 @@ class FileBits:
         self._pages: mmap.mmap | None = None
         with disk_errors(f"cannot open the baseline {self._path}"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = take_lock(self._path.with_suffix(".lock"), self._path)
+            lock = take_lock(self._path.with_suffix(".lock"), self._path)
+        self._unlock = weakref.finalize(self, os.close, lock)  # once, also if nobody closes this
 
     def claim(self, extents: Extents) -> None:
         offsets, total = _offsets(extents)
@@ -125,7 +127,7 @@ class FileBits:
 
     def close(self) -> None:
         self._arrays, self._pages = [], None
-        os.close(self._lock)
+        self._unlock()
 
 
 def _offsets(extents: Extents) -> tuple[list[int], int]:

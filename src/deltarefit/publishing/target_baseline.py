@@ -41,7 +41,9 @@ class TargetBaseline:
     def move(self, version: int) -> None:
         found = self._zero.follow(once=True)
         if found != version:
-            raise AttemptLostError("another publisher moved the head", expected=version, found=found)
+            raise AttemptLostError(
+                "another publisher moved the head", expected=version, found=found, next_step="Publish again."
+            )
 
     def doubt(self) -> None:
         self._zero.restart()

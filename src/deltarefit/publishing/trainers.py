@@ -6,8 +6,10 @@ every wait ends: a rank that gives no sign of life for ``deadline_s`` seconds is
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,12 +21,19 @@ from deltarefit.records import Record
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Record)
+_NONCE = 16
+"""Characters that a hello begins with, drawn for this one meeting."""
+_answered: set[bytes] = set()
+"""Nonces that rank 0 has answered in this process: such a hello may still lie there when the next meeting begins."""
 
 
 @dataclass(frozen=True)
 class Verdict(Record):
-    """Rank 0's answer to what all ranks brought: the run, or why they cannot publish together."""
+    """Rank 0's answer to what all ranks brought: the run, or why they cannot publish together. ``meeting`` is what
+    their messages are kept under from now on; ``heard`` are the nonces of the others' hellos: to them it speaks."""
 
+    meeting: str
+    heard: tuple[str, ...]
     run: str
     kind: str = ""
     error: str = ""
@@ -66,32 +75,64 @@ class Closing(Record):
 
 
 class Trainers:
-    """This rank among its trainer's ranks. One ``turn`` per publish keeps messages of different publishes apart."""
+    """This rank among its trainer's ranks. One ``turn`` per publish keeps messages of different publishes apart, and
+    a name for each meeting those of different publishers that talk through one exchange."""
 
     def __init__(self, exchange: Exchange, deadline_s: float) -> None:
         self._exchange, self.deadline_s = exchange, deadline_s
         self.rank, self.size = exchange.rank, exchange.size
-        self._turn = 0
+        self._meeting, self._turn = "", 0
         self._beats, self._beat_at = 0, 0.0
 
     # ------------------------------------------------------------------------------------ meeting
 
     def meet(self, hello: bytes, judge: Callable[[list[bytes]], str]) -> str:
         """Bring every rank's ``hello`` to rank 0, where ``judge`` gives the run or raises; all ranks get its answer."""
-        if self.rank:
-            self._exchange.put(f"hello/{self.rank}", hello)
-            verdict = Verdict.from_bytes(self._hear("verdict", 0), "verdict")
-            if verdict.error:
-                raise getattr(errors, verdict.kind, RefitError)(f"rank 0 refused: {verdict.error}")
-            return verdict.run
+        verdict = self._come(hello) if self.rank else self._lead(hello, judge)
+        self._meeting = f"{verdict.meeting}/"
+        return verdict.run
+
+    def _come(self, hello: bytes) -> Verdict:
+        """Other ranks: an earlier meeting's verdict does not name the nonce that this one came with."""
+        key, nonce = f"hello/{self.rank}", secrets.token_hex(_NONCE // 2)
+
+        def ready() -> Verdict | None:
+            data = self._exchange.get("verdict")
+            verdict = None if data is None else Verdict.from_bytes(data, "verdict")
+            return verdict if verdict is not None and nonce in verdict.heard else None
+
+        self._exchange.put(key, nonce.encode() + hello)
         try:
-            run = judge([hello, *(self._hear(f"hello/{rank}", rank) for rank in range(1, self.size))])
+            verdict = self.wait(ready, 0, "rank 0 to hear what all ranks own")
+        finally:
+            with contextlib.suppress(UnavailableError):
+                self._exchange.delete(key)  # or a later meeting would take it for one of its own
+        if verdict.error:
+            raise getattr(errors, verdict.kind, RefitError)(f"rank 0 refused: {verdict.error}")
+        return verdict
+
+    def _lead(self, hello: bytes, judge: Callable[[list[bytes]], str]) -> Verdict:
+        """Rank 0: judge, and tell all that were heard."""
+        came: list[bytes] = []
+        try:
+            came.extend(map(self._hello_of, range(1, self.size)))
+            verdict = Verdict(secrets.token_hex(8), _nonces(came), judge([hello, *(one[_NONCE:] for one in came)]))
         except Exception as error:
             text = str(error)[:4000] or "an error"
-            self._exchange.put("verdict", Verdict("", type(error).__name__, text).to_bytes())
+            with contextlib.suppress(UnavailableError):
+                self._exchange.put("verdict", Verdict("", _nonces(came), "", type(error).__name__, text).to_bytes())
             raise
-        self._exchange.put("verdict", Verdict(run).to_bytes())
-        return run
+        finally:
+            _answered.update(one[:_NONCE] for one in came)
+        self._exchange.put("verdict", verdict.to_bytes())
+        return verdict
+
+    def _hello_of(self, rank: int) -> bytes:
+        def ready() -> bytes | None:
+            said = self._exchange.get(f"hello/{rank}")
+            return None if said is None or said[:_NONCE] in _answered else said
+
+        return self.wait(ready, rank, f"what rank {rank} owns")
 
     # ------------------------------------------------------------------------------------ one publish
 
@@ -99,12 +140,12 @@ class Trainers:
         """Another publish begins; the messages of the one before the last are forgotten."""
         self._turn, self._beat_at = self._turn + 1, 0.0
         if self.size > 1 and self.rank == 0 and self._turn > 2:
-            old = self._turn - 2
             ranks = [f"{kind}/{rank}" for kind in ("ready", "report") for rank in range(1, self.size)]
-            for name in ("opening", "closing", *ranks):
-                self._exchange.delete(f"{old}/{name}")
+            with contextlib.suppress(UnavailableError):  # what stays there is never read again
+                for name in ("opening", "closing", *ranks):
+                    self._exchange.delete(self._key(name, self._turn - 2))
 
-    def ready(self, step: int, error: Exception | None = None) -> None:
+    def ready(self, step: int, error: BaseException | None = None) -> None:
         """Other ranks: this one holds its bits, or cannot."""
         if self.rank:
             text = f"{type(error).__name__}: {error}"[:2000] if error else ""
@@ -114,7 +155,9 @@ class Trainers:
         """Rank 0: wait for all ranks before anything is written. Raises ``BaseMismatch`` if one publishes another step,
         ``AttemptLostError`` if one cannot."""
         for rank in range(1, self.size):
-            found = Ready.from_bytes(self._hear(f"{self._turn}/ready/{rank}", rank), "ready")
+            found = Ready.from_bytes(
+                self._hear(self._key(f"ready/{rank}"), rank, f"rank {rank} to hold its bits"), "ready"
+            )
             if found.error:
                 raise AttemptLostError(f"rank {rank} cannot publish: {found.error}", next_step="Look at its log.")
             if found.step != step:
@@ -125,13 +168,14 @@ class Trainers:
         """Rank 0: say which attempt it is."""
         self._say("opening", Opening((intent,)))
 
-    def refuse(self, error: Exception) -> None:
-        """Rank 0: say that there is none."""
-        self._say("opening", Opening((), f"{type(error).__name__}: {error}"[:4000]))
+    def refuse(self, error: BaseException) -> None:
+        """Rank 0: say that there is none, if anybody can hear it."""
+        with contextlib.suppress(UnavailableError):
+            self._say("opening", Opening((), f"{type(error).__name__}: {error}"[:4000]))
 
     def opened(self) -> Intent:
         """Other ranks: which attempt it is. Raises ``AttemptLostError`` if rank 0 opened none."""
-        opening = Opening.from_bytes(self._hear(f"{self._turn}/opening", 0), "opening")
+        opening = Opening.from_bytes(self._hear(self._key("opening"), 0, "rank 0 to open an attempt"), "opening")
         if not opening.intents:
             raise AttemptLostError(f"rank 0 opened no attempt: {opening.error}", next_step="Publish again.")
         return opening.intents[0]
@@ -145,8 +189,9 @@ class Trainers:
         return self._read(f"report/{rank}", Report)
 
     def close(self, closing: Closing) -> None:
-        """Rank 0: the attempt is over."""
-        self._say("closing", closing)
+        """Rank 0: the attempt is over. If nobody can hear it, the register says the same."""
+        with contextlib.suppress(UnavailableError):
+            self._say("closing", closing)
 
     def closed(self) -> Closing | None:
         """Other ranks: whether rank 0 is done with the attempt."""
@@ -158,7 +203,7 @@ class Trainers:
         """Give a sign of life, at most ten in a deadline: the turn, and a number."""
         if self.size > 1 and time.monotonic() - self._beat_at > self.deadline_s / 10:
             self._beats, self._beat_at = self._beats + 1, time.monotonic()
-            self._exchange.put(f"beat/{self.rank}", f"{self._turn} {self._beats}".encode())
+            self._exchange.put(f"{self._meeting}beat/{self.rank}", f"{self._turn} {self._beats}".encode())
 
     def wait(self, ready: Callable[[], T | None], rank: int, what: str) -> T:
         """What ``ready`` gives once it gives something. Raises ``UnavailableError`` when ``rank``, which is to bring it
@@ -184,16 +229,23 @@ class Trainers:
 
     def _pulse(self, rank: int) -> tuple[int, int]:
         """Turn and number of a rank's last sign of life."""
-        turn, _, number = (self._exchange.get(f"beat/{rank}") or b"0 0").partition(b" ")
+        turn, _, number = (self._exchange.get(f"{self._meeting}beat/{rank}") or b"0 0").partition(b" ")
         return int(turn), int(number)
 
-    def _hear(self, key: str, rank: int) -> bytes:
-        return self.wait(lambda: self._exchange.get(key), rank, key)
+    def _hear(self, key: str, rank: int, what: str) -> bytes:
+        return self.wait(lambda: self._exchange.get(key), rank, what)
+
+    def _key(self, name: str, turn: int | None = None) -> str:
+        return f"{self._meeting}{self._turn if turn is None else turn}/{name}"
 
     def _say(self, name: str, record: Record) -> None:
         if self.size > 1:
-            self._exchange.put(f"{self._turn}/{name}", record.to_bytes())
+            self._exchange.put(self._key(name), record.to_bytes())
 
     def _read(self, name: str, kind: type[R]) -> R | None:
-        data = self._exchange.get(f"{self._turn}/{name}")
+        data = self._exchange.get(self._key(name))
         return None if data is None else kind.from_bytes(data, name)
+
+
+def _nonces(hellos: Sequence[bytes]) -> tuple[str, ...]:
+    return tuple(hello[:_NONCE].decode("ascii", "replace") for hello in hellos)
