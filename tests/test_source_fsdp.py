@@ -17,6 +17,7 @@ from deltarefit.errors import UsageError
 from deltarefit.manifest import Catalog
 from deltarefit.pieces import Piece
 from deltarefit.sources.fsdp import FsdpSource
+from deltarefit.sources.process_group import TorchExchange
 from tests import fsdp_ranks as ranks
 from tests.distributed import world
 from tests.sources import Read, assert_same, bits_of, put_together, read_pieces
@@ -200,6 +201,16 @@ def test_replicas_are_checked_as_often_as_asked() -> None:
 def test_a_silent_rank_is_named() -> None:
     said = world(4).run(ranks.silent_peer)
     assert ["UnavailableError: rank 0 did not take part" in text for text in said] == [False, True, True, True]
+
+
+def test_a_key_deleted_while_it_is_asked_for_says_nothing() -> None:
+    """Between "is it there" and "what is it" its writer may delete it; the store then gives empty bytes."""
+    store = torch.distributed.HashStore()
+    exchange = TorchExchange(store, 0, 1)
+    exchange._store.set("ask", "")
+    assert exchange.get("ask") is None
+    exchange.put("ask", b"1")
+    assert exchange.get("ask") == b"1"
 
 
 def test_ranks_talk_through_the_key_value_store() -> None:

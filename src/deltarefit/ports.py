@@ -78,7 +78,7 @@ class Exchange(Protocol):
         """How many ranks publish together."""
 
     def put(self, key: str, data: bytes) -> None:
-        """Say ``data`` to all ranks."""
+        """Say ``data``, which is not empty, to all ranks."""
 
     def get(self, key: str) -> bytes | None:
         """What was said under ``key``, or None if nothing was yet."""

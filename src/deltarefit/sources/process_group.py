@@ -43,8 +43,9 @@ class TorchExchange:
             self._store.set(key, data)  # type: ignore[arg-type] # takes bytes as they are
 
     def get(self, key: str) -> bytes | None:
+        """What was said. A key that is deleted between the two questions reads as empty bytes: nobody says those."""
         with _answers(f"cannot hear {key}"):
-            return bytes(self._store.get(key)) if self._store.check([key]) else None
+            return (bytes(self._store.get(key)) or None) if self._store.check([key]) else None
 
     def delete(self, key: str) -> None:
         with _answers(f"cannot forget {key}"):
