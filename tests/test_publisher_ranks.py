@@ -28,7 +28,7 @@ from deltarefit.errors import (
     UsageError,
 )
 from deltarefit.exchange import StoreExchange
-from deltarefit.manifest import Catalog, Decision, TensorEntry
+from deltarefit.manifest import Catalog, Decision, Intent, TensorEntry
 from deltarefit.pieces import Piece, whole
 from deltarefit.ports import Store
 from deltarefit.runlog import RunLog
@@ -450,4 +450,29 @@ class UnsealingStore(r.Forwarding):
     def create(self, key: str, data: bytes) -> None:
         if self.fails and (key.endswith(f"/p/{self._rank}") or (key.endswith("outcome") and not self.closes)):
             raise StorageFullError("no room")
+        self.inner.create(key, data)
+
+
+def test_all_ranks_hear_that_another_publisher_opened_the_attempt(rng: np.random.Generator) -> None:
+    model, store = h.random_model(rng), h.new_store()
+    rival = RivalStore(store)
+    trainer = r.Trainer(store, model, catalog(), r.cut(rng, catalog(), 2), stores=[rival, store], deadline_s=40.0)
+    trainer.publish()
+    rival.comes = True
+    outcomes = trainer.outcomes(lambda rank: trainer.publishers[rank].publish())
+    assert all(isinstance(outcome, AttemptLostError) for outcome in outcomes), outcomes
+    assert all("opened by another publisher" in str(outcome) for outcome in outcomes), outcomes
+    assert trainer.publish()[0].version == 3
+
+
+class RivalStore(r.Forwarding):
+    """Somebody else opens the next attempt, just before rank 0 does."""
+
+    comes = False
+
+    def create(self, key: str, data: bytes) -> None:
+        if self.comes and key.endswith("/intent"):
+            self.comes = False
+            theirs = replace(Intent.from_bytes(data), nonce="cd" * 16, producers=1)
+            self.inner.create(key, theirs.to_bytes())
         self.inner.create(key, data)

@@ -195,6 +195,8 @@ class Publisher:
             self._hold(driver, step, held)
             self._trainers.all_ready(driver.step)
             machine = driver.run(self._new_coordinator())
+            if not driver.opened:
+                self._trainers.refuse(_lost(machine.number, machine.reason))
             reports = driver.reports
             closing = Closing(
                 _disagree(machine.intent, reports),
