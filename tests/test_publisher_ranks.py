@@ -28,10 +28,11 @@ from deltarefit.errors import (
     UsageError,
 )
 from deltarefit.exchange import StoreExchange
+from deltarefit.inspection import row
 from deltarefit.manifest import Catalog, Decision, Intent, TensorEntry
 from deltarefit.pieces import Piece, whole
 from deltarefit.ports import Store
-from deltarefit.runlog import RunLog
+from deltarefit.runlog import RunLog, attempt_key
 from tests import helpers as h
 from tests import ranks as r
 
@@ -64,6 +65,9 @@ def test_receivers_get_the_bits_of_all_ranks(rng: np.random.Generator, ranks: in
         }
         if number > 1:
             assert published[0].changed == sum(int((model[name] != old[name]).sum()) for name in model)
+            assert published[0].wire_bytes == sum(size for _, size in store.list(attempt_key(number, "")))
+            shown = row(log := RunLog.open(store), log.attempt(number))
+            assert (shown.changed, shown.wire_bytes) == (published[0].changed, published[0].wire_bytes)
         h.followed(store, target)
         assert h.bits(target) == h.bytes_of(model), f"version {number} ({kind})"
     assert h.received(store) == h.bytes_of(model)

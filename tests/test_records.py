@@ -144,7 +144,7 @@ def test_unsafe_fields_are_refused() -> None:
 def test_a_manifest_sums_up_its_payloads() -> None:
     other = dataclasses.replace(REF, size=66, changed=3, pre=Digest(0, 1), post=Digest(10, 0))
     manifest = ProducerManifest(RUN_ID, 7, 5, 0, 42, Digest(), SHA, (REF, other))
-    assert (manifest.changed, manifest.payload_bytes) == (80, 1300)
+    assert (manifest.listed, manifest.payload_bytes) == (80, 1300)
     assert manifest.shift == Digest(2 + 10, 2**64 - 1 - 2 - 1)
     assert ProducerManifest(RUN_ID, 7, 5, 0, 42, Digest(), SHA, ()).shift == Digest()
 

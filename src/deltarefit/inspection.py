@@ -83,7 +83,7 @@ def row(log: RunLog, attempt: Attempt, anchors: AbstractSet[int] = frozenset()) 
     intent, outcome = attempt.intent, attempt.outcome
     base = intent.base if intent else 0
     whole = attempt.committed and base == 0
-    changed = log.catalog.numel if whole else sum(ref.changed for ref in attempt.payloads)
+    changed = sum(manifest.changed for manifest in attempt.manifests)
     dense, wire = log.catalog.dense_bytes, _wire_bytes(attempt, log.anchor(attempt.number) if whole else None)
     return Row(
         attempt=attempt.number,

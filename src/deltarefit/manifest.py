@@ -171,7 +171,7 @@ class ProducerManifest(Record):
 
     ``part`` is the digest of all elements that the producer owns, as they will be: over all producers it adds up to the
     new version's. ``layout`` names what it owns (``pieces.layout_of``): a producer of the same layout that rebuilds its
-    baseline needs the payloads of no other.
+    baseline needs the payloads of no other. ``changed`` counts elements whose bits differ; deltas may list more.
     """
 
     run: str
@@ -182,13 +182,14 @@ class ProducerManifest(Record):
     part: Digest
     layout: str
     payloads: tuple[PayloadRef, ...]
+    changed: int = 0
 
     def __post_init__(self) -> None:
         _require(self.producer < MAX_PRODUCERS, f"producer {self.producer}")
         _require(bool(_SHA256.fullmatch(self.layout)), "layout is not a SHA-256")
 
     @property
-    def changed(self) -> int:
+    def listed(self) -> int:
         return sum(payload.changed for payload in self.payloads)
 
     @property

@@ -200,7 +200,7 @@ class Publisher:
             reports = driver.reports
             closing = Closing(
                 _disagree(machine.intent, reports),
-                sum(report.changed for report in reports),
+                sum(report.manifest.changed for report in reports),
                 driver.wire_bytes + sum(report.wire_bytes for report in reports),
             )
         except BaseException as error:
@@ -227,7 +227,7 @@ class Publisher:
             self._baseline.doubt()
         if machine.phase is not producer.Phase.COMMITTED or machine.outcome is None:
             raise _lost(intent.attempt, machine.reason)
-        return machine.outcome, closing or Closing(False, own.changed, own.wire_bytes)
+        return machine.outcome, closing or Closing(False, own.manifest.changed, own.wire_bytes)
 
     def _closing(self) -> Closing | None:
         """What rank 0 said of an attempt that is decided already."""

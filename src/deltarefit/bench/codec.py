@@ -20,6 +20,7 @@ import numpy as np
 from deltarefit import _kernel
 from deltarefit.bench.data import Pair, generated_pair, real_pairs
 from deltarefit.bench.entropy import bounds
+from deltarefit.bench.goals import at_least, at_most
 from deltarefit.bench.memory import peaks
 from deltarefit.bench.rivals import RIVALS, Rival
 from deltarefit.codec import PayloadBuilder, encode_delta, open_payload
@@ -216,13 +217,13 @@ def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
     usual = [row for row in bf16 if row["density"] <= 0.06]
     extra = [max(peak.values()) - result["memory"]["base"] for peak in result["memory"]["sizes"].values()]
     return [
-        _at_most("wire / entropy, real deltas of 1-5 %", [_excess(row) for row in tight], 1.05),
-        _at_most("wire / entropy, elsewhere in 0.02-10 %", [_excess(row) for row in loose], 1.12),
-        _at_least("encode / compare scan", [row["ours"]["encode"] / row["compare_scan"] for row in usual], 0.25),
-        _at_least("encode / fastest other", [_ratio(row, "encode") for row in usual], 4.0),
-        _at_least("apply at 3 %, GB/s", [row["ours"]["apply"] for row in at_3], 4.0),
-        _at_least("apply / fastest other, at 3 %", [_ratio(row, "apply") for row in at_3], 5.0),
-        _at_most("extra memory of publish and follow, MiB", [value / 2**20 for value in extra], 512.0),
+        at_most("wire / entropy, real deltas of 1-5 %", [_excess(row) for row in tight], 1.05),
+        at_most("wire / entropy, elsewhere in 0.02-10 %", [_excess(row) for row in loose], 1.12),
+        at_least("encode / compare scan", [row["ours"]["encode"] / row["compare_scan"] for row in usual], 0.25),
+        at_least("encode / fastest other", [_ratio(row, "encode") for row in usual], 4.0),
+        at_least("apply at 3 %, GB/s", [row["ours"]["apply"] for row in at_3], 4.0),
+        at_least("apply / fastest other, at 3 %", [_ratio(row, "apply") for row in at_3], 5.0),
+        at_most("extra memory of publish and follow, MiB", [value / 2**20 for value in extra], 512.0),
     ]
 
 
@@ -234,13 +235,3 @@ def _ratio(row: dict[str, Any], what: str) -> float:
     """Ours over the fastest other encoding; a full copy is no encoding."""
     fastest = max(other[what] for name, other in row["others"].items() if name != FULL_COPY)
     return float(row["ours"][what] / fastest)
-
-
-def _at_most(goal: str, figures: list[float], limit: float) -> dict[str, Any]:
-    worst = max(figures) if figures else None
-    return {"goal": goal, "limit": f"<= {limit:g}", "worst": worst, "reached": worst is not None and worst <= limit}
-
-
-def _at_least(goal: str, figures: list[float], limit: float) -> dict[str, Any]:
-    worst = min(figures) if figures else None
-    return {"goal": goal, "limit": f">= {limit:g}", "worst": worst, "reached": worst is not None and worst >= limit}

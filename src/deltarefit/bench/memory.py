@@ -15,12 +15,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from deltarefit.bench.goals import at_most
 from deltarefit.bench.ranks import run_ranks
 from deltarefit.demo.train import write_bf16
 from deltarefit.errors import RefitError
@@ -28,6 +29,8 @@ from deltarefit.errors import RefitError
 TENSOR_ELEMENTS = 32 << 20
 DENSITY = 0.03
 DEADLINE_S = 600.0
+EXTRA_BYTES = 512 << 20
+"""What a rank may need beside its baseline."""
 
 
 def peaks(work: Path, sizes: tuple[int, ...]) -> dict[str, Any]:
@@ -36,16 +39,26 @@ def peaks(work: Path, sizes: tuple[int, ...]) -> dict[str, Any]:
     return {"base": base, "sizes": {size: _peaks_of(work, size) for size in sizes}}
 
 
-def of_ranks(work: Path, large: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
+def run(quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
+    """What ranks need, and whether that stays in bounds; JSON-ready. The largest tensor has 640 MiB."""
+    with tempfile.TemporaryDirectory(prefix="deltarefit-memory-") as name:
+        rows = of_ranks(Path(name), (16 if quick else 640) << 20, (1,) if quick else (1, 2), say)
+    extra = [row["beyond_baseline"] / 2**20 for row in rows]
+    goal = at_most("memory of a rank beside its baseline, MiB", extra, EXTRA_BYTES / 2**20)
+    return {"quick": quick, "cores": len(os.sched_getaffinity(0)), "rows": rows, "goals": [goal]}
+
+
+def of_ranks(work: Path, large: int, sizes: Sequence[int], say: Callable[[str], None]) -> list[dict[str, Any]]:
     """One row for each number of ranks, kind of weights and phase: most bytes beyond what the bare rank holds with the
     same shard, of the rank that needs most; ``beyond_baseline`` without its baseline. ``large`` is the bytes of the
     largest tensor."""
     rows = []
     for ranks in sizes:
         masters = ranks > 1
-        arguments = {"large": large, "masters": masters, "threads": len(os.sched_getaffinity(0))}
+        arguments = {"large": large, "masters": masters}
         weights = "float32 as bfloat16" if masters else "bfloat16"
         for job in ("publishing", "rebuilding"):
+            say(f"{ranks} ranks, {job} ...")
             directory = work / f"memory-{ranks}" / job
             found = run_ranks(f"deltarefit.bench.memory_rank:{job}", ranks, directory, arguments)
             rows += [{"ranks": ranks, "weights": weights, "largest": large, **row} for row in _phases(found)]

@@ -35,27 +35,27 @@ class Weights(torch.nn.Module):
             self.register_parameter(name, torch.nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
 
 
-def publishing(rank: Rank, large: int, masters: bool, threads: int) -> dict[str, Any]:
+def publishing(rank: Rank, large: int, masters: bool) -> dict[str, Any]:
     """Peaks of the first publish and of one for each of ``DENSITIES``, in bytes; ``large`` is the largest tensor's size
     in canonical bytes, ``masters`` keeps float32 and publishes bfloat16."""
     model = _sharded(rank, large, masters)
-    return _peaks(rank, model, threads, first="anchor")
+    return _peaks(rank, model, first="anchor")
 
 
-def rebuilding(rank: Rank, large: int, masters: bool, threads: int) -> dict[str, Any]:
+def rebuilding(rank: Rank, large: int, masters: bool) -> dict[str, Any]:
     """Peak of the first publish after a restart, whose baseline comes from the store: the anchor and all deltas."""
     model = _sharded(rank, large, masters)
     for number, density in enumerate(DENSITIES):
         _change(rank, model, density, number)
-    return _peaks(rank, model, threads, first="rebuild")
+    return _peaks(rank, model, first="rebuild")
 
 
-def _peaks(rank: Rank, model: Weights, threads: int, first: str) -> dict[str, Any]:
+def _peaks(rank: Rank, model: Weights, first: str) -> dict[str, Any]:
     bare = meter.settled()
     store = open_store(str(rank.directory.parent / "store"))
     source = FsdpSource(model)
     peaks: dict[str, int] = {}
-    with contextlib.closing(Publisher(store, source, threads=threads)) as publisher:
+    with contextlib.closing(Publisher(store, source)) as publisher:
         publisher.publish(0)
         peaks[first] = meter.peak() - bare
         for number, density in enumerate(DENSITIES if first == "anchor" else ()):

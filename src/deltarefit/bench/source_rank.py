@@ -21,7 +21,7 @@ from deltarefit.publisher import Published
 from deltarefit.receiver import Receiver
 from deltarefit.stores import open_store
 
-WARM_STEPS = 3
+WARM_STEPS = 2
 """Optimizer steps before the first version: AdamW's first ones move every weight by the whole learning rate."""
 
 

@@ -17,17 +17,15 @@ all other hosts. Where every rank holds all weights (replicated) there is nothin
 
 
 def table(result: dict[str, Any]) -> Group:
-    """Ways by sharding, then streaming, memory and goals."""
-    return Group(*map(_case, result["cases"]), NOTES, _stream(result["stream"]), _memory(result["memory"]),
-                 goals_table(result["goals"]))  # fmt: skip
+    """Ways by sharding, then streaming and goals."""
+    return Group(*map(_case, result["cases"]), NOTES, _stream(result["stream"]), goals_table(result["goals"]))
 
 
 def _case(case: dict[str, Any]) -> Table:
     ways = case["ways"]
     facts = ways["ours"]
-    title = (
-        f"{case['sharding']}: {facts['dense_bytes'] / 1e6:.0f} MB of bfloat16, {facts['density']:.2%} changed a step"
-    )
+    size = f"{facts['dense_bytes'] / 1e6:.1f} MB of bfloat16"
+    title = f"{case['sharding']}: {size}, {facts['density']:.2%} changed a step"
     shown = Table(title=title, title_justify="left")
     shown.add_column("")
     for name in ways:
@@ -70,6 +68,11 @@ def _stream(rows: list[dict[str, Any]]) -> Table:
         seconds = (f"{row[name]:.2f}" for name in ("build", "upload", "wall", "wall/longer"))
         shown.add_row(what, *(f"{figure:.0f}" for figure in figures), *seconds)
     return shown
+
+
+def memory_table(result: dict[str, Any]) -> Group:
+    """What ranks need by phase, and the goal; for ``bench.memory.run``."""
+    return Group(_memory(result["rows"]), goals_table(result["goals"]))
 
 
 def _memory(rows: list[dict[str, Any]]) -> Table:

@@ -65,36 +65,57 @@ class ArraySource(WholeTensors):
 
 
 def measure(elements: int, threads: int) -> list[dict[str, Any]]:
-    """One row for the first version (an anchor) and each of ``DENSITIES`` at ``LINK``, then for the anchor and the
-    densest change over links that take just as long as their build."""
+    """One row for the first version (an anchor) and each of ``DENSITIES`` at ``LINK``, then for the densest change and
+    for an anchor over links that take just as long as their build."""
     source = ArraySource({name: old for name, (old, _) in generated_pair(0.0, elements).items()})
-    rows = _chain(source, LINK, DENSITIES, threads)
-    anchor, dense = rows[0], rows[-1]
-    rows += _chain(source, anchor["payload_bytes"] / anchor["build"], (), threads)
-    return [*rows, _chain(source, dense["payload_bytes"] / dense["build"], DENSITIES[-1:], threads)[-1]]
-
-
-def _chain(source: ArraySource, rate: float, densities: Sequence[float], threads: int) -> list[dict[str, Any]]:
-    """A run over a link of ``rate`` bytes a second and one without limit, version by version side by side."""
-    free = _memory()
-    fast, slow = (Publisher(store, source, threads=threads) for store in (free, Limited(_memory(), rate)))
-    rows: list[dict[str, Any]] = []
-    with contextlib.closing(fast), contextlib.closing(slow):
-        for density in (1.0, *densities):
-            if rows:
-                source.change(density)
-            build, wall = _seconds(fast, len(rows)), _seconds(slow, len(rows))
-            rows.append(_row(free, "change" if rows else "anchor", density, rate, build, wall))
+    with contextlib.closing(_Pair(source, threads)) as pair:
+        rows = [pair.row("anchor", 1.0, LINK)]
+        rows += [pair.row("change", density, LINK) for density in DENSITIES]
+        rows.append(pair.row("change", DENSITIES[-1], _as_fast_as_built(rows[-1])))
+    with contextlib.closing(_Pair(source, threads)) as pair:
+        rows.append(pair.row("anchor", 1.0, _as_fast_as_built(rows[0])))
     return rows
+
+
+def _as_fast_as_built(row: dict[str, Any]) -> float:
+    return float(row["payload_bytes"] / row["build"])
+
+
+class _Link(Limited):
+    """Its rate may change between versions."""
+
+    def at(self, bytes_per_s: float) -> None:
+        self._rate = bytes_per_s
+
+
+class _Pair:
+    """Two runs of one source side by side: into a store without limit, and over a link."""
+
+    def __init__(self, source: ArraySource, threads: int) -> None:
+        self._source, self._free, self._link = source, _memory(), _Link(_memory(), LINK)
+        self._fast = Publisher(self._free, source, threads=threads)
+        self._slow = Publisher(self._link, source, threads=threads)
+
+    def row(self, what: str, density: float, rate: float) -> dict[str, Any]:
+        """The next version of both."""
+        if what == "change":
+            self._source.change(density)
+        self._link.at(rate)
+        build, wall = _seconds(self._fast), _seconds(self._slow)
+        return _row(self._free, what, density, rate, build, wall)
+
+    def close(self) -> None:
+        self._fast.close()
+        self._slow.close()
 
 
 def _memory() -> Store:
     return open_store(f"memory://bench-{secrets.token_hex(8)}")
 
 
-def _seconds(publisher: Publisher, step: int) -> float:
+def _seconds(publisher: Publisher) -> float:
     started = time.perf_counter()
-    publisher.publish(step)
+    publisher.publish()
     return time.perf_counter() - started
 
 

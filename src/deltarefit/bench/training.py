@@ -26,7 +26,7 @@ SIZES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 """0.2, 68 and 226 million parameters."""
 LEARNING_RATE = 1e-6
-BATCH = (2, 64)
+BATCH = (1, 32)
 """Sequences and tokens in each of a rank's batches."""
 
 

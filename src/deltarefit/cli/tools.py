@@ -105,11 +105,23 @@ def bench_source(
     """Measure publishing from a sharded trainer: each rank's own shard, against a gather on rank 0.
 
     Trains a small model on some processes of this machine (FSDP2 over gloo) and publishes every step in both
-    ways; then measures whether uploads overlap with encoding, and a rank's memory. Needs the demo extra. The
-    last line of stdout is JSON.
+    ways; then measures whether uploads overlap with encoding. Needs the demo extra. The last line of stdout is
+    JSON.
     """
     result = _extra("deltarefit.bench.source").run(ranks, size, quick, call.out.say)
     call.out.table(_extra("deltarefit.bench.source_report").table(result))
+    call.out.final(result)
+
+
+@verb(_bench, "memory", remote=False)
+def bench_memory(call: Call, quick: options.Quick = False) -> None:
+    """Measure what a trainer's rank needs to publish, beside its weights and its baseline.
+
+    Publishes and rebuilds a model whose largest tensor has 640 MiB, alone and as two ranks: some 3 GiB of
+    memory are needed, and the torch extra. The last line of stdout is JSON.
+    """
+    result = _extra("deltarefit.bench.memory").run(quick, call.out.say)
+    call.out.table(_extra("deltarefit.bench.source_report").memory_table(result))
     call.out.final(result)
 
 

@@ -74,7 +74,8 @@ class Driver:
         if isinstance(action, m.CreateIntent):
             return self._create(action.intent.attempt, "intent", action.intent)
         if isinstance(action, m.CreateManifest):
-            return self._create(action.manifest.attempt, f"p/{action.manifest.producer}", action.manifest)
+            name = f"p/{action.manifest.producer}"  # its bytes are in the report
+            return create_record(self._log, action.manifest.attempt, name, action.manifest)
         if isinstance(action, m.CreateOutcome):
             return self._create(action.outcome.attempt, "outcome", action.outcome)
         if isinstance(action, m.Encode):

@@ -94,9 +94,9 @@ class Share:
         changed: int,
     ) -> Report:
         run, rank = self.log.run, self.source.exchange.rank
-        manifest = ProducerManifest(run, intent.attempt, intent.base, rank, step, part, self.layout, refs)
-        wire_bytes = sum(ref.size for ref in (*refs, *anchored))
-        return Report(manifest, anchored, changed, wire_bytes)
+        manifest = ProducerManifest(run, intent.attempt, intent.base, rank, step, part, self.layout, refs, changed)
+        wire_bytes = sum(ref.size for ref in (*refs, *anchored)) + len(manifest.to_bytes())
+        return Report(manifest, anchored, wire_bytes)
 
     def _upload(self, encode: EncodeSegment, prefix: str, taken: Callable[[], None]) -> tuple[PayloadRef, ...]:
         catalog, options = self.log.catalog, self.options

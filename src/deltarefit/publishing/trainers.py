@@ -57,11 +57,10 @@ class Opening(Record):
 
 @dataclass(frozen=True)
 class Report(Record):
-    """What one rank made: its manifest, the payloads it put into an anchor, and counts."""
+    """What one rank made: its manifest, the payloads it put into an anchor, and the bytes of all that."""
 
     manifest: ProducerManifest
     anchored: tuple[PayloadRef, ...]
-    changed: int
     wire_bytes: int
 
 
