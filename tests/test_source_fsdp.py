@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from deltarefit import affine
@@ -105,6 +105,32 @@ def test_one_process_without_a_process_group(tmp_path: Path) -> None:
     assert_same(found, bits_of(load_file(tmp_path / "model.safetensors")))
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.bfloat16), ("qwen2-tied", None)])
+def test_a_transformers_model_brings_its_config(name: str, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """A directory of the canonical tensors and the side files opens as the model that it is."""
+    transformers = pytest.importorskip("transformers")
+    model = build(name)
+    before = model.config.to_json_string(use_diff=False)
+    source = FsdpSource(model, dtype=dtype)
+    for file, data in source.files().items():
+        (tmp_path / file).write_bytes(data)
+    assert model.config.to_json_string(use_diff=False) == before
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert (config.architectures, config.dtype) == ([type(model).__name__], dtype or torch.float32)
+    wanted = {
+        n: t.to(dtype or t.dtype).contiguous() for n, t in model.state_dict().items() if n in source.catalog.index
+    }
+    save_file(wanted, tmp_path / "model.safetensors", {"format": "pt"})
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(opened) is type(model)
+    assert_same(bits_of(opened.state_dict()), bits_of({n: t.to(opened.dtype) for n, t in model.state_dict().items()}))
+
+
+def test_side_files_are_the_models_own_or_the_callers() -> None:
+    assert FsdpSource(build("llama"), files={}).files() == {}
+    assert FsdpSource(torch.nn.Linear(2, 2)).files() == {}
+
+
 def test_replicas_share_the_work() -> None:
     """Under HSDP, tensors above the limit are split between the two holders of each shard; small ones are not."""
     catalog, read = check_against_dense("qwen3-moe", "hsdp", None, None)
@@ -167,7 +193,11 @@ def test_gathered_parameters_are_resharded_first() -> None:
 
 def test_a_parameter_that_is_sharded_anew_or_gone_is_named() -> None:
     for replicated, same, gone in world(4).run(ranks.sharded_anew):
-        assert replicated.startswith("BaseMismatch: w is sharded differently now; expected ((8, 2), (Shard(dim=0),)")
+        assert replicated.startswith(
+            "BaseMismatch: w is sharded differently now; expected shape (8, 2), placements (Shar"
+        )
+        assert "; found shape (8, 2), placements (Replicate(),), mesh DeviceMesh" in replicated
+        assert replicated.endswith(". Make a new source and a new Publisher on every rank.")
         assert same == ""
         assert gone.startswith("BaseMismatch: w is gone from the model")
 

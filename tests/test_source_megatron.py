@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import save_file
 
 from deltarefit.affine import check_coverage
+from deltarefit.errors import UsageError
 from deltarefit.manifest import Catalog
 from deltarefit.pieces import Piece
+from deltarefit.sources.megatron import MegatronSource
 from tests import megatron_oracle as oracle
 from tests.distributed import World
 from tests.megatron_ranks import CASES, TOKENS, WORLD, Case, run
@@ -142,3 +144,12 @@ def test_a_drifted_copy_is_found(case: Case, results: dict[str, Result]) -> None
     layer = case.model.layers - 1
     assert f"decoder.layers.{layer}.input_layernorm.weight (rank " in last
     assert others == ["all alike"] * (WORLD - 1)
+
+
+def test_dtypes_that_are_none_are_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    wrong: Any = "bfloat16"
+    with pytest.raises(UsageError, match=r"dtype is not a torch\.dtype; found 'bfloat16'"):
+        MegatronSource(model, hf_config={}, dtype=wrong)
+    with pytest.raises(UsageError, match=r"dtype of \*.gate.weight is not a torch.dtype; found 'bfloat16'"):
+        MegatronSource(model, hf_config={}, dtypes={"*.gate.weight": wrong})

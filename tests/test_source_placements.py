@@ -16,8 +16,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from deltarefit.errors import UnavailableError, UsageError
 from deltarefit.exchange import Alone
+from deltarefit.sources.fsdp import FsdpSource
 from deltarefit.sources.placements import Axis, _shifts, _with_copies, place_in
 from deltarefit.sources.process_group import TorchExchange, default_exchange
+from deltarefit.sources.state_dict import StateDictSource
 
 
 def chunk(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
@@ -161,6 +163,20 @@ def test_one_process_is_alone_and_has_no_store() -> None:
         TorchExchange(None, 0, 1)
 
 
+def test_one_of_many_is_not_alone_for_want_of_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank would take itself for the only one."""
+    words = r"torch.distributed is not initialised; expected .* since WORLD_SIZE is 2; found none"
+    model = torch.nn.Linear(2, 2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for make in (default_exchange, lambda: FsdpSource(model), lambda: StateDictSource(model)):
+        with pytest.raises(UsageError, match=words):
+            make()
+    assert StateDictSource(model, exchange=Alone()).exchange.size == 1
+    for one in ("1", "", "many"):
+        monkeypatch.setenv("WORLD_SIZE", one)
+        assert isinstance(default_exchange(), Alone)
+
+
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_ranks_outside_are_refused(rank: int) -> None:
     with pytest.raises(UsageError, match="no such rank"):
@@ -174,7 +190,10 @@ def test_a_dead_store_is_unavailable() -> None:
     exchange.put("k", b"1")
     assert exchange.get("k") == b"1"
     del server
-    with pytest.raises(UnavailableError, match="cannot hear k"):
+    words = (
+        r"the key-value store of torch.distributed does not answer \(cannot hear k: .*\)\. The process that serves it"
+    )
+    with pytest.raises(UnavailableError, match=words):
         exchange.get("k")
     with pytest.raises(UnavailableError, match="cannot say k"):
         exchange.put("k", b"2")

@@ -353,6 +353,12 @@ def test_parts_that_the_caller_places() -> None:
 # ------------------------------------------------------------------------------------------ refused
 
 
+def test_a_misspelt_name_is_told_eight_that_are_there() -> None:
+    tensors = {f"t{number:02}": torch.zeros(2) for number in range(11)}
+    with pytest.raises(UsageError, match=r"KeyError 'qkv.wieght'; it is given: t00, .*, t07 and 3 more\."):
+        StateDictSource(tensors, conversion=lambda t: {"x": t["qkv.wieght"]})
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -360,6 +366,12 @@ def test_parts_that_the_caller_places() -> None:
         ({"conversion": lambda t: {"x": torch.from_numpy(t["a"].numpy())}}, "the conversion cannot be followed"),
         ({"conversion": lambda t: {"x": t["a"].t().mul_(2)}}, "the conversion writes to a, which it was given"),
         ({"conversion": lambda t: {"x": t["b"].copy_(t["a"])}}, "the conversion writes to b, which it was given"),
+        ({"conversion": lambda t: {"x": t["c"]}}, "KeyError 'c'; it is given: a, b. Take"),
+        ({"conversion": lambda t: None}, "does not return tensors by name; .* found NoneType"),
+        ({"conversion": lambda t: [*t.values()]}, "does not return tensors by name; .* found list"),
+        ({"conversion": lambda t: {"x": 1}}, "does not return tensors by name; .* found x: int"),
+        ({"dtype": "bfloat16"}, "dtype is not a torch.dtype; found 'bfloat16'. Write torch.bfloat16"),
+        ({"dtype": {"a": "float16"}}, "dtype of a is not a torch.dtype; found 'float16'"),
         ({"dtype": {"z": torch.float16}}, "dtypes are given for tensors that are not there; found z"),
         ({"dtype": torch.complex128}, "a has dtype torch.complex128"),
         ({"tied": {"a": "z"}}, "tied to a tensor that is not there; found a to z"),
@@ -375,6 +387,12 @@ def test_parts_that_the_caller_places() -> None:
         "numpy",
         "written",
         "copied",
+        "no such name",
+        "returns nothing",
+        "returns a list",
+        "returns a number",
+        "no dtype",
+        "no dtype by name",
         "dtype name",
         "dtype",
         "tied to nothing",

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -242,6 +243,24 @@ def test_side_files_are_given_or_asked_for() -> None:
     assert TensorSource([whole("t", local)], cat, files=lambda: {"a": b"2"}).files() == {"a": b"2"}
 
 
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ("config.json", "found str 'config.json'"),
+        ([("a", b"1")], "found list"),
+        ({"a": "1"}, "found 'a': str"),
+        ({1: b"1"}, "found 1: bytes"),
+    ],
+)
+def test_side_files_that_are_not_bytes_by_name_are_refused(files: Any, words: str) -> None:
+    local = torch.ones(2)
+    cat = catalog(entry("t", local))
+    with pytest.raises(UsageError, match="files are not bytes by name; .*" + words):
+        TensorSource([whole("t", local)], cat, files=files)
+    with pytest.raises(UsageError, match="files are not bytes by name; .*" + words):
+        TensorSource([whole("t", local)], cat, files=lambda: files).files()
+
+
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 7)])
 def test_ranges_outside_of_a_piece_are_refused(start: int, stop: int) -> None:
     source = source_of(t=torch.ones(6))
@@ -405,6 +424,20 @@ def test_all_objections_are_listed() -> None:
     words = refused(lambda: TensorSource(parts, catalog(TensorEntry("t", "F32", (2,)))))
     assert "a has dtype" in words
     assert "b has dtype" in words
+
+
+def test_of_many_objections_eight_are_listed() -> None:
+    tensors = {f"t{number:02}": torch.zeros(2) for number in range(11)}
+    source = source_of(**tensors)
+    for tensor in tensors.values():
+        tensor.data = torch.zeros(3)
+    with pytest.raises(BaseMismatch, match=r"found t00 is .*; t07 is [^;]* and 3 more\."), source.hold():
+        pass
+    cat = catalog(*(TensorEntry(name, "F32", (2,)) for name in tensors))
+    parts = [Part(n, lambda: torch.zeros(2).cdouble(), affine.shard(n, (2,), (0,), (2,))) for n in tensors]
+    words = refused(lambda: TensorSource(parts, cat))
+    assert words.count("has dtype") == 8
+    assert words.endswith(" and 3 more")
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 8), (7, 15), (3, 5)])

@@ -15,13 +15,23 @@ import numpy as np
 import pytest
 
 from deltarefit import Published, Publisher
-from deltarefit.errors import AttemptLostError, BaseMismatch, StorageFullError, UnavailableError, UsageError
+from deltarefit.affine import NotAffineError
+from deltarefit.errors import (
+    AttemptLostError,
+    BaseMismatch,
+    DigestMismatch,
+    StorageFullError,
+    UnavailableError,
+    UsageError,
+)
 from deltarefit.events import Event
 from deltarefit.manifest import Catalog, TensorEntry
 from deltarefit.pieces import Piece
 from deltarefit.ports import Exchange, Store
 from deltarefit.publishing import meeting
+from deltarefit.publishing.driving import lost
 from deltarefit.publishing.shards import FileBits
+from deltarefit.publishing.trainers import Failure
 from tests import helpers as h
 from tests import ranks as r
 
@@ -276,6 +286,55 @@ def test_options_without_sense_are_refused(rng: np.random.Generator, options: di
     with pytest.raises(UsageError, match="above 0"):
         Publisher(store, h.ArraySource(h.random_model(rng)), **options)
     assert not list(store.list())
+
+
+def test_a_path_is_no_store_and_a_model_is_no_source(rng: np.random.Generator, tmp_path: Path) -> None:
+    model: Any = h.random_model(rng)
+    for path in (str(tmp_path), tmp_path):
+        with pytest.raises(UsageError, match=r"the store is a path.*Pass open_store\("):
+            Publisher(path, h.ArraySource(model))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"the source is no source; found dict\. Wrap the model: FsdpSource\(model\)"):
+        Publisher(h.new_store(), model)
+
+
+# ------------------------------------------------------------------------------------------ what the others are told
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (
+            BaseMismatch("x is split", next_step="Shard it."),
+            BaseMismatch,
+            "rank 1 cannot publish: x is split. Shard it.",
+        ),
+        (UsageError("bad step", found=-1), UsageError, "rank 1 cannot publish: bad step; found -1. Look."),
+        (DigestMismatch("wrong"), DigestMismatch, "rank 1 cannot publish: wrong. Look."),
+        (NotAffineError("no map"), UsageError, "rank 1 cannot publish: no map. Look."),
+        (ValueError("odd"), AttemptLostError, "rank 1 cannot publish: ValueError: odd. Look."),
+        (KeyboardInterrupt(), AttemptLostError, "rank 1 cannot publish: KeyboardInterrupt: an error. Look."),
+        (
+            UnavailableError("it is gone", next_step="Restart, then publish again."),
+            AttemptLostError,
+            "rank 1 cannot publish: UnavailableError: it is gone. Restart, then publish again.",
+        ),
+        (
+            lost("attempt 2 was not committed", "UsageError: no. Do that."),
+            AttemptLostError,
+            "rank 1 cannot publish: AttemptLostError: attempt 2 was not committed: UsageError: no. Do that.",
+        ),
+    ],
+)
+def test_a_failure_arrives_as_what_it_was_with_one_next_step(error: Exception, kind: type, text: str) -> None:
+    sent = Failure.from_bytes(Failure.of(error).to_bytes())
+    raised = sent.error("rank 1 cannot publish", "Look.")
+    assert type(raised) is kind
+    assert str(raised) == text
+
+
+def test_the_end_of_an_attempt_advises_once() -> None:
+    assert str(lost("it ended", "opened by another")) == "it ended: opened by another. Publish again."
+    assert str(lost("it ended", "UsageError: no. Do that.")) == "it ended: UsageError: no. Do that."
 
 
 # ------------------------------------------------------------------------------------------ odd pieces

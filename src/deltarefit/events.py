@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Event:
-    """Something happened. ``phase`` is one word (compare, upload, fetch, stage, write, verify, ...).
+    """Something happened. ``phase`` is one word.
 
-    Progress events have ``done`` and ``total`` in bytes of ``phase``; an event that ends a phase has ``seconds``.
+    Progress events (type ``progress``) have ``done`` and ``total`` in bytes of ``phase``; an event that ends a phase
+    (type ``phase``) has ``seconds``. A publisher ends prepare, encode, hint and baseline (see ``Published``), and makes
+    progress in encode, seed (rebuilding its baseline) and baseline; a receiver ends seed, stage, write and verify, and
+    makes progress in seed and stage. Other verbs make progress in compare, verify, anchor and fetch.
     ``fields`` holds what else there is to know: integers, floats and strings only.
     """
 

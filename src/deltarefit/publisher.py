@@ -25,7 +25,7 @@ from deltarefit.pipeline import AHEAD_BYTES, MOST_PAYLOAD_BYTES, PAYLOAD_BYTES
 from deltarefit.ports import Baseline, Source, Store, Target
 from deltarefit.protocol import coordinator, producer
 from deltarefit.protocol.messages import new_digest
-from deltarefit.publishing.driving import Driver
+from deltarefit.publishing.driving import Driver, lost
 from deltarefit.publishing.meeting import meet
 from deltarefit.publishing.shard_baseline import ShardBaseline
 from deltarefit.publishing.shards import FileBits, MemoryBits
@@ -42,7 +42,14 @@ MOST_THREADS = 4
 @dataclass(frozen=True)
 class Published:
     """What one ``publish`` did, over all ranks. ``changed`` and ``numel`` count elements; bytes are canonical and as
-    stored; ``seconds`` are this rank's."""
+    stored.
+
+    ``seconds`` are this rank's, by phase. ``prepare``: the baseline is brought to the base version (not for a first
+    version; long only if it must be rebuilt or caught up). ``encode``: the source is read, compared and encoded, until
+    the store has the last payload. ``hint`` (rank 0): the hint that tells receivers of the new head is written.
+    ``baseline``: the committed version is written into the baseline. ``total``: all of ``publish``, the waits for
+    other ranks and for the commit included; so it is more than the sum.
+    """
 
     version: int
     base: int
@@ -88,6 +95,7 @@ class Publisher:
         deadline_s: float = DEADLINE_S,
         emit: Emit = ignore,
     ) -> None:
+        _check_ends(store, source)
         if not 0 < payload_bytes <= MOST_PAYLOAD_BYTES:
             raise UsageError("payload_bytes", expected=f"1 .. {MOST_PAYLOAD_BYTES}", found=payload_bytes)
         if not deadline_s > 0 or (threads or 0) < 0:
@@ -120,8 +128,11 @@ class Publisher:
         An unchanged source still makes a version. ``step`` is the trainer's own number, from 0. Raises
         ``AttemptLostError`` if another publisher came between, ``UnavailableError`` if the store or a rank went away
         (if its message says that the outcome is unknown, the next publish finds out), ``BaseMismatch`` for another
-        model. Nothing of a failed attempt is visible to receivers. Nothing is raised once it is committed: a baseline
-        that could not follow is told as an event, and brought up by the next publish.
+        model. What one rank refuses for good (``trainers.LASTING``) is raised by all as the same class; any other error
+        of one rank is ``AttemptLostError`` at the others. Nothing of a failed attempt is visible to receivers.
+
+        Nothing is raised once it is committed: a baseline that could not follow is told as an event, and brought up by
+        the next publish.
         """
         self._begin()
         return self._publish(step, lambda: None)
@@ -314,7 +325,16 @@ def _disagree(intent: Intent | None, reports: list[Report]) -> bool:
 
 
 def _lost(number: int, reason: str) -> AttemptLostError:
-    return AttemptLostError(f"attempt {number} was not committed: {reason}", next_step="Publish again.")
+    return lost(f"attempt {number} was not committed", reason)
+
+
+def _check_ends(store: object, source: object) -> None:
+    """Errors that say what to give instead, for what is given by mistake most often."""
+    if isinstance(store, str | os.PathLike):
+        raise UsageError("the store is a path", found=repr(store), next_step=f"Pass open_store({os.fspath(store)!r}).")
+    if not all(hasattr(type(source), name) or hasattr(source, name) for name in ("catalog", "pieces", "exchange")):
+        found, step = type(source).__name__, "Wrap the model: FsdpSource(model), StateDictSource(tensors), ..."
+        raise UsageError("the source is no source", found=found, next_step=step)
 
 
 def _step_number(step: int) -> int:

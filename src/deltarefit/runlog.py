@@ -232,14 +232,20 @@ def _read_catalog(store: Store, identity: str) -> Catalog:
 
 def check_catalog(found: Catalog, expected: Catalog) -> None:
     """``BaseMismatch`` that names the first tensor in which two catalogs differ."""
-    if found.identity == expected.identity:
-        return
-    ours, theirs = ({e.name: e for e in c.tensors} for c in (expected, found))
-    step = "Publish a checkpoint of the same model, or start a new run in another store."
-    for name in sorted(ours.keys() | theirs.keys()):
-        if ours.get(name) != theirs.get(name):
-            a, b = _describe(ours.get(name)), _describe(theirs.get(name))
-            raise BaseMismatch(f"tensor {name} is not that of this run", expected=a, found=b, next_step=step)
+    if difference := first_difference(found, expected):
+        name, theirs, ours = difference
+        step = "Publish a checkpoint of the same model, or start a new run in another store."
+        raise BaseMismatch(f"tensor {name} is not that of this run", expected=ours, found=theirs, next_step=step)
+
+
+def first_difference(one: Catalog, other: Catalog) -> tuple[str, str, str] | None:
+    """Name of the first tensor that differs, and what it is in either catalog."""
+    if one.identity == other.identity:
+        return None
+    first, second = ({entry.name: entry for entry in catalog.tensors} for catalog in (one, other))
+    names = sorted(first.keys() | second.keys())
+    name = next(name for name in names if first.get(name) != second.get(name))
+    return name, _describe(first.get(name)), _describe(second.get(name))
 
 
 def _describe(entry: TensorEntry | None) -> str:

@@ -105,7 +105,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="A tiny model and few round
 Ranks = Annotated[int, typer.Option("--ranks", metavar="N", min=1, max=4, help="Processes of the trainer.")]
 ModelSize = Annotated[
     str,
-    typer.Option("--size", metavar="NAME", help="The model: tiny, small or medium (0.2, 68, 226 million parameters)."),
+    typer.Option("--size", metavar="NAME", help="The model: tiny, small or medium (0.2, 54, 226 million parameters)."),
 ]
 Cache = Annotated[
     Path | None,

@@ -161,7 +161,12 @@ class Driver:
         self._trainers.beat()
         if self._trainers.size > 1 and (found := self._decided(number)) and found.attempt.outcome:
             reason = found.attempt.outcome.reason or "decided by another publisher"
-            raise AttemptLostError(f"attempt {number} ended meanwhile: {reason}", next_step="Publish again.")
+            raise lost(f"attempt {number} ended meanwhile", reason)
+
+
+def lost(what: str, reason: str) -> AttemptLostError:
+    """The reason of an attempt's end is the text of some error, which often says what to do next: a full sentence."""
+    return AttemptLostError(f"{what}: {reason}", next_step=None if reason.endswith(".") else "Publish again.")
 
 
 def _unknown(number: int, failure: Exception) -> UnavailableError:

@@ -5,18 +5,24 @@ Refused before anything is written, on every rank, with what rank 0 found.
 
 from __future__ import annotations
 
+import struct
 import time
+import zlib
 
 import numpy as np
 
 from deltarefit.affine import check_coverage
 from deltarefit.errors import BaseMismatch, NotFoundError, UsageError
+from deltarefit.manifest import Catalog
 from deltarefit.pieces import Piece
 from deltarefit.ports import Source, Store
 from deltarefit.publishing.trainers import Trainers
-from deltarefit.runlog import LATE_VISIBILITY_S, RunLog
+from deltarefit.records import MAX_RECORD_BYTES
+from deltarefit.runlog import LATE_VISIBILITY_S, RunLog, first_difference
 
 _COLUMNS = 7
+_HEAD = struct.Struct("<64sQ")
+"""A hello begins with the catalog's identity and the length of the packed catalog that follows; then the pieces."""
 
 
 def meet(store: Store, source: Source, trainers: Trainers) -> RunLog:
@@ -57,7 +63,8 @@ def _hello(source: Source) -> bytes:
     if list(pieces) != sorted(pieces):
         raise UsageError("the pieces of a source are not sorted", expected="sorted(pieces)", found=pieces[:4])
     table = np.array([_row(piece) for piece in pieces], "<u8").reshape(len(pieces), _COLUMNS)
-    return source.catalog.identity.encode() + table.tobytes()
+    packed = zlib.compress(source.catalog.to_bytes())
+    return _HEAD.pack(source.catalog.identity.encode(), len(packed)) + packed + table.tobytes()
 
 
 def _row(piece: Piece) -> tuple[int, ...]:
@@ -65,11 +72,21 @@ def _row(piece: Piece) -> tuple[int, ...]:
 
 
 def _pieces_of(rank: int, hello: bytes, source: Source) -> list[Piece]:
-    identity = hello[:64].decode("ascii", "replace")
-    if identity != source.catalog.identity:
-        step = "Give every rank the same model, names and dtypes."
-        raise BaseMismatch(
-            f"rank {rank} has another catalog", expected=source.catalog.identity, found=identity, next_step=step
-        )
-    table = np.frombuffer(hello, "<u8", offset=64).reshape(-1, _COLUMNS)
+    identity, size = _HEAD.unpack_from(hello)
+    if identity != source.catalog.identity.encode():
+        _refuse(rank, hello[_HEAD.size : _HEAD.size + size], source.catalog)
+    table = np.frombuffer(hello[_HEAD.size + size :], "<u8").reshape(-1, _COLUMNS)
     return [Piece(t, o, n, run, step, pitch, bool(ow)) for t, o, n, run, step, pitch, ow in table.tolist()]
+
+
+def _refuse(rank: int, packed: bytes, ours: Catalog) -> None:
+    """Name the first tensor in which another rank's catalog differs from rank 0's."""
+    theirs = Catalog.from_bytes(zlib.decompressobj().decompress(packed, MAX_RECORD_BYTES), "catalog")
+    if difference := first_difference(theirs, ours):
+        name, found, expected = difference
+        raise BaseMismatch(
+            f"rank {rank} has another catalog: tensor {name} differs",
+            expected=f"{expected} (rank 0)",
+            found=f"{found} (rank {rank})",
+            next_step="Give every rank the same model, names and dtypes.",
+        )

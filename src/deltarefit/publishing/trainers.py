@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from deltarefit import errors
-from deltarefit.errors import AttemptLostError, BaseMismatch, RefitError, UnavailableError
+from deltarefit.errors import AttemptLostError, BaseMismatch, IntegrityError, RefitError, UnavailableError, UsageError
 from deltarefit.manifest import Intent, PayloadRef, ProducerManifest
 from deltarefit.ports import Exchange
 from deltarefit.records import Record
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Record)
+LASTING = (BaseMismatch, UsageError, IntegrityError)
+"""Errors of one rank that the others raise, too; after any other they may publish again: ``AttemptLostError``."""
 _NONCE = 16
 """Characters that a hello begins with, drawn for this one meeting."""
 _answered: set[bytes] = set()
@@ -40,19 +42,44 @@ class Verdict(Record):
 
 
 @dataclass(frozen=True)
+class Failure(Record):
+    """Why one rank cannot publish, as the others are to raise it. ``kind``: its class in ``errors``, one of ``LASTING``
+    or below it; empty for any other. ``advice``: its next step, empty if it had none."""
+
+    kind: str
+    text: str
+    advice: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        kinds = [one.__name__ for one in type(error).__mro__ if issubclass(one, LASTING)]
+        kind = next((name for name in kinds if hasattr(errors, name)), "")
+        advice = (error.next_step or "") if isinstance(error, RefitError) else ""
+        text = str(error).removesuffix(f". {advice}") or "an error"
+        return cls(kind, (text if kind else f"{type(error).__name__}: {text}")[:2000], advice[:1000])
+
+    def error(self, what: str, next_step: str) -> RefitError:
+        """It, after the words of ``what``; ``next_step`` if it brought no advice of its own."""
+        text = f"{what}: {self.text.rstrip('.')}"
+        ended = self.text.endswith(".") and not self.advice  # the reason of a closed attempt, advice included
+        kind: type[RefitError] = getattr(errors, self.kind, AttemptLostError)
+        return kind(f"{text}." if ended else text, next_step=self.advice or (None if ended else next_step))
+
+
+@dataclass(frozen=True)
 class Ready(Record):
-    """One rank holds its bits for ``step``, or cannot, and why."""
+    """One rank holds its bits for ``step``, or cannot (one failure)."""
 
     step: int
-    error: str = ""
+    failures: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True)
 class Opening(Record):
-    """Rank 0 opened an attempt (one intent), or could not (none, and why)."""
+    """Rank 0 opened an attempt (one intent), or could not (one failure)."""
 
     intents: tuple[Intent, ...]
-    error: str = ""
+    failures: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -147,21 +174,24 @@ class Trainers:
     def ready(self, step: int, error: BaseException | None = None) -> None:
         """Other ranks: this one holds its bits, or cannot."""
         if self.rank:
-            text = f"{type(error).__name__}: {error}"[:2000] if error else ""
-            self._say(f"ready/{self.rank}", Ready(step, text))
+            self._say(f"ready/{self.rank}", Ready(step, (Failure.of(error),) if error else ()))
 
     def all_ready(self, step: int) -> None:
         """Rank 0: wait for all ranks before anything is written. Raises ``BaseMismatch`` if one publishes another step,
-        ``AttemptLostError`` if one cannot."""
+        and what it said if one cannot."""
         for rank in range(1, self.size):
             found = Ready.from_bytes(
                 self._hear(self._key(f"ready/{rank}"), rank, f"rank {rank} to hold its bits"), "ready"
             )
-            if found.error:
-                raise AttemptLostError(f"rank {rank} cannot publish: {found.error}", next_step="Look at its log.")
+            for failure in found.failures:
+                raise failure.error(f"rank {rank} cannot publish", "Look at its log.")
             if found.step != step:
-                what = "ranks publish different steps"
-                raise BaseMismatch(what, expected=f"{step} (rank 0)", found=f"{found.step} (rank {rank})")
+                raise BaseMismatch(
+                    "ranks publish different steps",
+                    expected=f"{step} (rank 0)",
+                    found=f"{found.step} (rank {rank})",
+                    next_step="Call publish with one step, equally often, on all ranks.",
+                )
 
     def open(self, intent: Intent) -> None:
         """Rank 0: say which attempt it is."""
@@ -170,13 +200,13 @@ class Trainers:
     def refuse(self, error: BaseException) -> None:
         """Rank 0: say that there is none, if anybody can hear it."""
         with contextlib.suppress(UnavailableError):
-            self._say("opening", Opening((), f"{type(error).__name__}: {error}"[:4000]))
+            self._say("opening", Opening((), (Failure.of(error),)))
 
     def opened(self) -> Intent:
-        """Other ranks: which attempt it is. Raises ``AttemptLostError`` if rank 0 opened none."""
+        """Other ranks: which attempt it is. Raises what rank 0 said if it opened none."""
         opening = Opening.from_bytes(self._hear(self._key("opening"), 0, "rank 0 to open an attempt"), "opening")
-        if not opening.intents:
-            raise AttemptLostError(f"rank 0 opened no attempt: {opening.error}", next_step="Publish again.")
+        for failure in opening.failures:
+            raise failure.error("rank 0 opened no attempt", "Publish again.")
         return opening.intents[0]
 
     def report(self, report: Report) -> None:

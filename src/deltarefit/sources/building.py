@@ -13,6 +13,7 @@ from deltarefit import affine
 from deltarefit.affine import AffineMap, Box
 from deltarefit.errors import UsageError
 from deltarefit.manifest import Catalog, TensorEntry
+from deltarefit.sources.arguments import check_dtypes, listed
 from deltarefit.sources.dtypes import DTYPES
 from deltarefit.sources.local import Fetch
 from deltarefit.sources.ownership import owned
@@ -53,11 +54,12 @@ def canonical_dtypes(outputs: Mapping[str, Output], wanted: Dtypes, keep: frozen
     """The canonical dtype of every output.
 
     One dtype for all is for floating tensors of two bytes and more that come from no tensor in ``keep`` (buffers);
-    a mapping is for the names in it. ``UsageError`` names those that it has and no output has.
+    a mapping is for the names in it. ``UsageError`` names those that it has and no output has, and what is no dtype.
     """
+    check_dtypes(wanted)
     if isinstance(wanted, Mapping):
         if unknown := sorted(set(wanted) - set(outputs)):
-            raise UsageError("dtypes are given for tensors that are not there", found=", ".join(unknown))
+            raise UsageError("dtypes are given for tensors that are not there", found=listed(unknown, ", "))
         return {name: wanted.get(name, output.dtype) for name, output in outputs.items()}
     return {name: _cast_to(output, wanted, keep) for name, output in outputs.items()}
 
@@ -73,7 +75,7 @@ def catalog_of(
 ) -> Catalog:
     """The canonical tensors. ``UsageError`` names those whose dtype safetensors does not have."""
     if wrong := [f"{name} has dtype {dtype}" for name, dtype in dtypes.items() if dtype not in DTYPES]:
-        raise UsageError("tensors that cannot be published", found="; ".join(wrong))
+        raise UsageError("tensors that cannot be published", found=listed(wrong))
     entries = (
         TensorEntry(name, DTYPES[dtypes[name]], output.shape, tuple(sorted(aliases.get(name, ()))))
         for name, output in outputs.items()

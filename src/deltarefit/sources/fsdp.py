@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from deltarefit.errors import BaseMismatch, UsageError
 from deltarefit.ports import Exchange
+from deltarefit.sources.arguments import Files, listed
 from deltarefit.sources.building import Dtypes, Holding, canonical_dtypes, catalog_of, parts_of
+from deltarefit.sources.config_file import config_files
 from deltarefit.sources.conversions import is_saved, reversal, saved, saved_name
 from deltarefit.sources.modules import Slot, slots, unwrapped
 from deltarefit.sources.placements import Place, place_of
@@ -23,8 +25,6 @@ from deltarefit.sources.replicas import Replicated
 from deltarefit.sources.replicated import ReplicatedSource
 from deltarefit.sources.residual import Residual
 from deltarefit.sources.tracing import Conversion, Output
-
-Files = Mapping[str, bytes] | Callable[[], Mapping[str, bytes]] | None
 
 
 class FsdpSource(ReplicatedSource):
@@ -40,6 +40,10 @@ class FsdpSource(ReplicatedSource):
     ``tracing``). ``dtype`` is that of its floating parameters, so that float32 shards go as bfloat16, cast on the
     shard; buffers, integers and eight-bit floats keep theirs. None keeps all; a mapping sets some by canonical name.
     What a conversion does not merely copy must come from ``residuals`` under the same names.
+
+    ``files`` are side files that receivers put beside the tensors, bytes by name, or a function that gives them. None:
+    of a transformers model its ``config.json`` with the canonical dtype, so that a followed directory opens with
+    ``from_pretrained``; tokenizer and generation settings are for the caller to add. ``{}`` leaves it out.
 
     With ``check_every`` n, every n-th hold begins with ``check_replicas``. ``ranks`` are the global ranks that publish
     together, in the order of ``exchange``: all by default.
@@ -73,7 +77,7 @@ class FsdpSource(ReplicatedSource):
             exchange,
             replicated=_replicated(plan.holdings),
             check_every=check_every,
-            files=files,
+            files=config_files(clean, dtype) if files is None else files,
             residuals=residuals,
         )
 
@@ -134,7 +138,7 @@ def _refuse_opaque(outputs: Mapping[str, Output], residuals: Sequence[Residual])
         raise UsageError(
             "tensors that the conversion does not merely copy",
             expected="copies and casts, or a residual for each",
-            found="; ".join(wrong),
+            found=listed(wrong),
             next_step="Pass residuals=[Residual(names, convert, owner)] that makes them.",
         )
 
@@ -164,8 +168,12 @@ def _local(slot: Slot, spread: tuple[object, ...]) -> torch.Tensor:
     """This rank's part, if it is spread over the ranks as it was when the source was made."""
     tensor = slot.tensor()
     if (found := _spread(tensor)) != spread:
-        name, next_step = slot.names[0], "Make a new source, on every rank, after the model is sharded anew."
-        raise BaseMismatch(f"{name} is sharded differently now", expected=spread, found=found, next_step=next_step)
+        raise BaseMismatch(
+            f"{slot.names[0]} is sharded differently now",
+            expected=_described(spread),
+            found=_described(found),
+            next_step="Make a new source and a new Publisher on every rank.",
+        )
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -174,6 +182,11 @@ def _spread(tensor: torch.Tensor) -> tuple[object, ...]:
     if isinstance(tensor, DTensor):
         return tuple(tensor.shape), tensor.placements, tensor.device_mesh
     return (tuple(tensor.shape),)
+
+
+def _described(spread: tuple[object, ...]) -> str:
+    """With words for what each is; a plain tensor has only a shape."""
+    return ", ".join(f"{what} {one}" for what, one in zip(("shape", "placements", "mesh"), spread, strict=False))
 
 
 def _replicated(holdings: Sequence[Holding]) -> list[Replicated]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from deltarefit.errors import BaseMismatch, IntegrityError, UsageError
+from deltarefit.sources.arguments import listed
 from deltarefit.sources.dtypes import DTYPES, carried
 
 SAMPLED = 256
@@ -91,12 +92,12 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hold_all(every: Sequence[Local]) -> None:
-    """``BaseMismatch`` names every tensor that is not what it was when the source was made."""
+    """``BaseMismatch`` names tensors that are not what they were when the source was made."""
     if wrong := [found for local in every if (found := local.hold())]:
         release_all(every)
         raise BaseMismatch(
             "tensors are not those that the source was made of",
-            found="; ".join(wrong),
+            found=listed(wrong),
             next_step="Make a new source, and a new run if the model has changed.",
         )
 
@@ -112,7 +113,7 @@ def check_unwritten(written: Sequence[str]) -> None:
         raise IntegrityError(
             f"{written[0]} was written to while it was being published",
             expected="no write before publish() returns",
-            found=f"{len(written)} tensors written: {', '.join(written[:8])}",
+            found=f"{len(written)} tensors written: {listed(written, ', ')}",
             next_step="Run the optimizer and loading before or after publish(), then publish again.",
         )
 

@@ -6,7 +6,7 @@ names from a table of rules (``megatron_names``); ``megatron_plan`` puts them to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,6 +17,7 @@ import torch
 from deltarefit.errors import UsageError
 from deltarefit.manifest import TensorEntry
 from deltarefit.ports import Exchange
+from deltarefit.sources.arguments import Files, check_dtypes
 from deltarefit.sources.dtypes import DTYPES
 from deltarefit.sources.megatron_catalog import agree
 from deltarefit.sources.megatron_kinds import Layout, Numbers, Placed
@@ -35,11 +36,32 @@ KEPT = {"*.e_score_correction_bias": torch.float32}
 class MegatronSource(ReplicatedSource):
     """``ports.Source`` of one rank: the chunks of ``GPTModel`` or ``MambaModel`` that it trains, wrapped or not.
 
+    On every rank, after the model is made and its weights are loaded::
+
+        chunks = get_model(model_provider, ModelType.encoder_or_decoder)      # as Megatron's training loop has them
+        config = AutoConfig.from_pretrained("Qwen/Qwen3-30B-A3B")
+        files = {"config.json": config.to_json_string().encode()}
+        publisher = Publisher(open_store("s3://bucket/run7"), MegatronSource(chunks, hf_config=config, files=files))
+        optimizer.step()
+        publisher.publish(step=step)
+
     ``hf_config`` is the Hugging Face configuration of the checkpoint, as an object or a mapping: its ``model_type``
-    picks the name table, its ``vocab_size`` says where padding begins. ``names``: "auto", another family, or rules of
-    one's own; the first that fits counts. ``dtype`` is that of all canonical floating-point tensors, but for those that
-    ``dtypes`` names by pattern; parameters of another one are cast before they are compared. Expert biases stay
-    float32 unless ``dtypes`` says otherwise. ``config`` None: the model's own.
+    picks the name table, its ``vocab_size`` says where padding begins. ``files`` are side files that receivers put
+    beside the tensors, bytes by name, or a function that gives them: a followed directory has a ``config.json`` only if
+    it is among them. ``names``: "auto", another family, or rules of one's own; the first that fits counts.
+    ``megatron_names.FAMILIES`` has the rules of 14 families by name; they were tested with Megatron-Core 0.16. A model
+    with a layer more than its family::
+
+        from deltarefit.sources.megatron_kinds import Rule, column
+        from deltarefit.sources.megatron_names import FAMILIES
+
+        mine = Rule("decoder.layers.{layer}.my.weight", column, ("model.layers.{layer}.my.weight",))
+        MegatronSource(chunks, hf_config=config, names=(mine, *FAMILIES["llama"]))
+
+    The kinds of tensors (``column``, ``row``, ``qkv``, ...) are the functions of ``megatron_kinds``. ``dtype`` is
+    that of all canonical floating-point tensors, but for those that ``dtypes`` names by pattern; parameters of
+    another one are cast before they are compared. Expert biases stay float32 unless ``dtypes`` says otherwise.
+    ``config`` None: the model's own.
 
     With ``check_every`` n, every n-th hold begins with ``check_replicas``: tensors that all tensor-parallel ranks
     update for themselves can drift apart. The ranks of ``exchange`` are the global ranks.
@@ -57,11 +79,12 @@ class MegatronSource(ReplicatedSource):
         names: str | Table = "auto",
         dtype: torch.dtype = torch.bfloat16,
         dtypes: Mapping[str, torch.dtype] | None = None,
-        files: Mapping[str, bytes] | Callable[[], Mapping[str, bytes]] | None = None,
+        files: Files = None,
         exchange: Exchange | None = None,
         config: Any = None,
         check_every: int = 0,
     ) -> None:
+        check_dtypes({"": dtype, **(dtypes or {})})
         given = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else model_chunks
         chunks = [_unwrapped(one) for one in given]
         self._lazy = [wrapper for one in given for wrapper in _wrappers(one) if _gathers_late(wrapper)]

@@ -137,6 +137,7 @@ def _times(outer: Cut, inner: Cut) -> Cut:
 
 
 def replicated(spot: Spot) -> Placed:
+    """The same on every rank of the cut, as it is: routers, biases of row-parallel layers."""
     rows = spot.shape[0]
     return spot.same(layouts.whole(spot.target(rows), rows))
 
@@ -154,6 +155,7 @@ def centred_norm(spot: Spot) -> Placed:
 
 
 def column(spot: Spot) -> Placed:
+    """Weight or bias of a column-parallel layer: ranks have consecutive rows."""
     rows = spot.shape[0] * spot.cut.size
     return spot.split(layouts.column_parallel(spot.target(rows), rows, spot.cut))
 
@@ -188,6 +190,7 @@ def head(spot: Spot) -> Placed | None:
 
 
 def qkv(spot: Spot) -> Placed:
+    """Query, key and value rows of one layer, fused per query group, to three tensors."""
     heads = spot.layout.numbers.attention
     q = spot.target(heads.heads * heads.dim * (2 if heads.gate else 1), 0)
     k, v = (spot.target(heads.groups * heads.dim, number) for number in (1, 2))
@@ -275,23 +278,27 @@ def rotary_pairs(spot: Spot) -> Placed:
 
 
 def mamba_in_proj(spot: Spot) -> Placed:
+    """First layer of a state-space mixer: z, x, B, C and dt, each split by itself."""
     net = _mamba(spot)
     rows = 2 * (net.inner + net.shared) + net.heads
     return spot.split(layouts.mamba_in_proj(spot.target(rows), net, spot.cut))
 
 
 def mamba_conv(spot: Spot) -> Placed:
+    """Convolution of a state-space mixer, over x, B and C."""
     net = _mamba(spot)
     return spot.split(layouts.mamba_conv(spot.target(net.inner + 2 * net.shared), net, spot.cut))
 
 
 def delta_net_grouped(spot: Spot) -> Placed:
+    """First layer of a gated delta net, to (qkvz, ba), which go by key head (Qwen3-Next)."""
     net = _delta(spot)
     qkvz, ba = spot.target(2 * (net.keys + net.values), 0), spot.target(2 * net.value_heads, 1)
     return spot.split(layouts.delta_net_grouped(qkvz, ba, net, spot.cut))
 
 
 def delta_net_separate(spot: Spot) -> Placed:
+    """First layer of a gated delta net, to (qkv, z, b, a) (Qwen3.5)."""
     net = _delta(spot)
     rows = (2 * net.keys + net.values, net.values, net.value_heads, net.value_heads)
     qkv, z, b, a = (spot.target(count, number) for number, count in enumerate(rows))
@@ -299,6 +306,7 @@ def delta_net_separate(spot: Spot) -> Placed:
 
 
 def delta_net_conv(spot: Spot) -> Placed:
+    """Convolution of a gated delta net, over q, k and v."""
     net = _delta(spot)
     return spot.split(layouts.delta_net_conv(spot.target(2 * net.keys + net.values), net, spot.cut))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from deltarefit.affine import AffineMap
 from deltarefit.errors import UsageError
+from deltarefit.sources.arguments import listed
 from deltarefit.sources.megatron_kinds import Layout, Placed, Rule, Shape, Spot
 from deltarefit.sources.ownership import owned
 
@@ -127,6 +128,6 @@ def _refuse(wrong: Sequence[str]) -> None:
     if wrong:
         raise UsageError(
             f"{len(wrong)} tensors of the model cannot be mapped to a checkpoint",
-            found="; ".join(wrong[:8]),
+            found=listed(wrong),
             next_step="Pass names=[Rule(...), *FAMILIES[family]] with a rule for each (sources.megatron_names).",
         )

@@ -7,6 +7,7 @@ process groups that move tensors: messages pass while those are busy, and a dead
 from __future__ import annotations
 
 import itertools
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from datetime import timedelta
@@ -26,9 +27,9 @@ class TorchExchange:
     """``ports.Exchange`` in a c10d store, under a prefix of its own.
 
     Exchanges of one ``name`` are numbered, so all their ranks make the same ones in the same order; ranks that publish
-    apart from each other have names of their own. A restarted job starts a new store. ``store`` None: the default
-    store of ``torch.distributed``, which must be initialised. A store that does not answer within 30 seconds is an
-    ``UnavailableError``.
+    apart from each other have names of their own. Publishers tell their meetings apart, so a store that outlives a
+    restart of the job does no harm. ``store`` None: the default store of ``torch.distributed``, which must be
+    initialised. A store that does not answer within 30 seconds is an ``UnavailableError``.
     """
 
     def __init__(self, store: Store | None, rank: int, size: int, name: str = "all") -> None:
@@ -64,15 +65,33 @@ class _answers:  # noqa: N801 - reads as a phrase
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError | OSError | ValueError):
             raise UnavailableError(
-                f"{self._what}: {error}", next_step="Is the rank that serves torch.distributed's store alive?"
+                f"the key-value store of torch.distributed does not answer ({self._what}: {error})",
+                next_step="The process that serves it (rank 0's host) may have ended: restart all ranks.",
             ) from error
 
 
 def default_exchange() -> Exchange:
-    """All ranks of ``torch.distributed``, or one rank alone where it is not initialised."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    """All ranks of ``torch.distributed``, or one rank alone where it is not initialised.
+
+    ``UsageError`` if it is not, but the launcher said (``WORLD_SIZE``) that there are more: each would take itself for
+    the only one, and all would publish into one run.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        _refuse_many(os.environ.get("WORLD_SIZE", ""))
+        return Alone()
+    if dist.get_world_size() == 1:
         return Alone()
     return TorchExchange(None, dist.get_rank(), dist.get_world_size())
+
+
+def _refuse_many(told: str) -> None:
+    if told.strip().isdecimal() and int(told) > 1:
+        raise UsageError(
+            "torch.distributed is not initialised",
+            expected=f"an initialised process group, since WORLD_SIZE is {int(told)}",
+            found="none",
+            next_step="Call torch.distributed.init_process_group before making the source, or pass exchange=.",
+        )
 
 
 def _connected(store: Store) -> Store:

@@ -22,6 +22,7 @@ from deltarefit.digest import array_digest
 from deltarefit.errors import IntegrityError, UnavailableError
 from deltarefit.ports import Exchange
 from deltarefit.records import Digest
+from deltarefit.sources.arguments import listed
 from deltarefit.sources.dtypes import carried, elements
 from deltarefit.sources.local import Fetch
 
@@ -100,11 +101,10 @@ class Replicas:
 
 def _refuse(rank: int, drifted: Sequence[Replicated]) -> None:
     if drifted:
-        more = f" and {len(drifted) - 8} more" if len(drifted) > 8 else ""
         raise IntegrityError(
             f"rank {rank} holds other bits than a rank that should hold the same",
             expected="equal bits wherever a tensor is replicated",
-            found=", ".join(f"{one.name} (rank {one.leader})" for one in drifted[:8]) + more,
+            found=listed([f"{one.name} (rank {one.leader})" for one in drifted], ", "),
             next_step="Broadcast them from one rank, and find out why they are updated differently.",
         )
 

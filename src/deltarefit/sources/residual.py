@@ -15,6 +15,7 @@ from deltarefit.elements import Elements
 from deltarefit.errors import BaseMismatch, UsageError
 from deltarefit.manifest import Catalog
 from deltarefit.pieces import Piece, whole
+from deltarefit.sources.arguments import listed
 from deltarefit.sources.dtypes import DTYPES, carried, elements
 
 
@@ -59,7 +60,7 @@ class Residuals:
         ]
 
     def convert(self) -> None:
-        """Run all; ``BaseMismatch`` names everything that is not as the catalog has it."""
+        """Run all; ``BaseMismatch`` names what is not as the catalog has it."""
         wrong: list[str] = []
         for residual in self._every:
             with torch.no_grad():
@@ -71,7 +72,7 @@ class Residuals:
         if wrong:
             raise BaseMismatch(
                 "a residual conversion did not give the catalog's tensors",
-                found="; ".join(wrong),
+                found=listed(wrong),
                 next_step="Make it return every one of its tensors, whole, in its canonical shape and dtype.",
             )
 

@@ -10,25 +10,29 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from deltarefit.errors import BaseMismatch, UsageError
-from deltarefit.exchange import Alone
 from deltarefit.ports import Exchange
+from deltarefit.sources.arguments import Files, listed
 from deltarefit.sources.building import Dtypes, Holding, canonical_dtypes, catalog_of, parts_of, unconverted
 from deltarefit.sources.modules import slots, unwrapped
 from deltarefit.sources.placements import Place
+from deltarefit.sources.process_group import default_exchange
 from deltarefit.sources.residual import Residual
 from deltarefit.sources.tensors import TensorSource
 from deltarefit.sources.tracing import Conversion, Output, trace
 
 Named = Mapping[str, torch.Tensor]
 Placements = Mapping[str, tuple[Sequence[int], Sequence[int]]]
-"""Global shape, and where this rank's part begins in it, by name."""
+"""By name: (global shape, where this rank's part begins in it), both in elements, one number for each dimension."""
 
 
 class StateDictSource(TensorSource):
     """``ports.Source`` over named tensors: a mapping, a function that gives one (asked once for each hold), or a
     module, whose parameters and persistent buffers it takes.
 
-    On several ranks, a tensor with an entry in ``placements`` is this rank's own part of a larger one; all others are
+    ``exchange``: the ranks that publish together; None: all of ``torch.distributed``, or this process alone where it is
+    not initialised and the launcher did not say that there are more. On several ranks, a tensor with an entry in
+    ``placements`` is this rank's own part of a larger one: its name → (global shape, where this rank's part begins),
+    so that ``{"w": ((1024, 64), (256, 0))}`` places rows 256 and on; how many is seen from the tensor. All others are
     replicated, and each is published by one of the ranks. Every rank names every tensor, with empty tensors where it
     has no part.
 
@@ -51,10 +55,10 @@ class StateDictSource(TensorSource):
         dtype: Dtypes = None,
         tied: Mapping[str, str] | None = None,
         placements: Placements | None = None,
-        files: Mapping[str, bytes] | Callable[[], Mapping[str, bytes]] | None = None,
+        files: Files = None,
         exchange: Exchange | None = None,
     ) -> None:
-        self._given, exchange = _Given(tensors), exchange or Alone()
+        self._given, exchange = _Given(tensors), exchange or default_exchange()
         ties = _ties(self._given.now, tied or {})
         main = sorted(set(self._given.now) - set(ties))
         holdings = [self._given.holding(name, (placements or {}).get(name), exchange) for name in main]
@@ -95,7 +99,7 @@ class _Given:
         known = set(getattr(self, "now", {}))
         self.now = dict(self._ask())
         if missing := sorted(known - set(self.now)):
-            raise BaseMismatch("tensors are gone", found=", ".join(missing[:8]), next_step="Make a new source.")
+            raise BaseMismatch("tensors are gone", found=listed(missing, ", "), next_step="Make a new source.")
 
     def holding(self, name: str, placed: tuple[Sequence[int], Sequence[int]] | None, exchange: Exchange) -> Holding:
         """One tensor: a part of the caller's placing, or whole on every rank."""
@@ -130,7 +134,7 @@ def _buffers(model: torch.nn.Module) -> frozenset[str]:
 def _ties(tensors: Named, told: Mapping[str, str]) -> dict[str, str]:
     """Which names are other names of which tensor."""
     if wrong := [f"{name} to {main}" for name, main in told.items() if main not in tensors or main in told]:
-        raise UsageError("tied to a tensor that is not there", found="; ".join(wrong))
+        raise UsageError("tied to a tensor that is not there", found=listed(wrong))
     ties = dict(told)
     first: dict[Hashable, str] = {_memory(name, tensors[name]): name for name in told.values()}
     for name, tensor in sorted(tensors.items()):
@@ -168,7 +172,7 @@ def _residuals(
         raise UsageError(
             "a conversion that computes values needs whole tensors",
             expected="copies and casts only",
-            found="; ".join(f"{name} ({why})" for name, why in opaque.items()) + f"; {parts[0]} is in parts",
+            found=listed([f"{name} ({why})" for name, why in opaque.items()]) + f"; {parts[0]} is in parts",
         )
 
     def convert() -> Mapping[str, torch.Tensor]:

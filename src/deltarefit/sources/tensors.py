@@ -21,6 +21,7 @@ from deltarefit.exchange import Alone
 from deltarefit.manifest import Catalog, TensorEntry
 from deltarefit.pieces import Piece
 from deltarefit.ports import Exchange
+from deltarefit.sources.arguments import Files, checked_files, listed
 from deltarefit.sources.blocks import Blocks, block_shelves
 from deltarefit.sources.dtypes import CARRIERS, DTYPES, carried, elements
 from deltarefit.sources.gather import Buffers, contiguous, gather
@@ -69,12 +70,12 @@ class TensorSource:
 
     Reading never copies what lies contiguous on the CPU in canonical bits; all else goes through buffers of
     ``STEP_BYTES``, pinned where tensors are on a device, gathered there first. What is read outside of ``hold`` is
-    refused. Raises ``UsageError`` that lists everything that cannot be published: tensors that are not contiguous, on
-    the meta device, of dtypes that safetensors does not have or in shared memory, maps of another shape, functions
-    that are not elementwise or give another dtype than the catalog's.
+    refused. Raises ``UsageError`` that lists (the first eight of) what cannot be published: tensors that are not
+    contiguous, on the meta device, of dtypes that safetensors does not have or in shared memory, maps of another
+    shape, functions that are not elementwise or give another dtype than the catalog's.
 
-    ``files`` are the side files of an anchor, or what gives them. Work on a device that was queued on other streams
-    than the current one is waited for when a hold begins.
+    ``files`` are the side files of an anchor by name, as bytes, or a function that gives them. Work on a
+    device that was queued on other streams than the current one is waited for when a hold begins.
     """
 
     def __init__(
@@ -83,12 +84,12 @@ class TensorSource:
         catalog: Catalog,
         exchange: Exchange | None = None,
         *,
-        files: Mapping[str, bytes] | Callable[[], Mapping[str, bytes]] | None = None,
+        files: Files = None,
         blocks: Sequence[Blocks] = (),
         residuals: Sequence[Residual] = (),
     ) -> None:
         self._catalog, self._exchange = catalog, exchange or Alone()
-        self._files = files or {}
+        self._files = files if callable(files) else checked_files({} if files is None else files)
         locals_ = [Local(part.name, part.local) for part in parts]
         block_locals = [Local(block.name, block.local) for block in blocks]
         self._residuals = Residuals(residuals, catalog, self._exchange.rank)
@@ -122,7 +123,7 @@ class TensorSource:
         return self._pieces
 
     def files(self) -> Mapping[str, bytes]:
-        return self._files() if callable(self._files) else self._files
+        return checked_files(self._files()) if callable(self._files) else self._files
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -207,7 +208,7 @@ def _synchronize(every: Sequence[Local]) -> None:
 
 def _refuse(wrong: Sequence[str]) -> None:
     if wrong:
-        raise UsageError("tensors that cannot be published", found="; ".join(wrong))
+        raise UsageError("tensors that cannot be published", found=listed(wrong))
 
 
 def _objections(part: Part, local: Local, catalog: Catalog) -> Iterator[str]:

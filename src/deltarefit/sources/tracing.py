@@ -19,6 +19,7 @@ from deltarefit.affine import AffineMap, Box, check_coverage, compose, rows_of
 from deltarefit.errors import UsageError
 from deltarefit.manifest import Catalog, TensorEntry
 from deltarefit.pieces import Piece
+from deltarefit.sources.arguments import listed
 
 Casts = tuple[torch.dtype, ...]
 Kind = tuple[tuple[int, ...], torch.dtype]
@@ -68,7 +69,7 @@ class _Memory:
 
 def trace(conversion: Conversion, inputs: Mapping[str, Kind]) -> dict[str, Output]:
     """Every output of ``conversion`` by name. What the conversion raises (meta tensors have no values to look at, no
-    ``numpy`` and no ``item``) is a ``UsageError`` with its text."""
+    ``numpy`` and no ``item``) is a ``UsageError`` with its text, and so is what is no mapping of names to tensors."""
     recorder = _Recorder()
     tensors = {name: recorder.source(name, kind) for name, kind in inputs.items()}
     try:
@@ -76,12 +77,34 @@ def trace(conversion: Conversion, inputs: Mapping[str, Kind]) -> dict[str, Outpu
             given = conversion(dict(tensors))
     except UsageError:
         raise
+    except KeyError as error:
+        raise UsageError(
+            f"the conversion cannot be followed: KeyError {error}; it is given: {listed(sorted(inputs), ', ')}",
+            next_step="Take tensors by the names that they are given under.",
+        ) from error
     except Exception as error:
         raise UsageError(
             f"the conversion cannot be followed: {error}",
             next_step="Convert without looking at values, on the tensors' own device, without numpy.",
         ) from error
+    _check_given(given)
     return {name: recorder.output(tensor) for name, tensor in given.items()}
+
+
+def _check_given(given: object) -> None:
+    """A conversion that returns nothing, or a list, was meant otherwise."""
+    found = type(given).__name__
+    if isinstance(given, Mapping):
+        wrong = [(name, one) for name, one in given.items() if not isinstance(one, torch.Tensor)]
+        if not wrong:
+            return
+        found = f"{wrong[0][0]}: {type(wrong[0][1]).__name__}"
+    raise UsageError(
+        "the conversion does not return tensors by name",
+        expected="a mapping of canonical names to tensors",
+        found=found,
+        next_step="Return a dict of canonical tensors.",
+    )
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
