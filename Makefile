@@ -56,7 +56,7 @@ $(VENV)/.test: $(VENV)/.demo
 	$(PIP) -e '.[demo,test]'
 	touch $@
 
-$(VENV)/.lint: $(VENV)/.installed
+$(VENV)/.lint: $(VENV)/.test
 	$(PIP) -e '.[lint]'
 	touch $@
 

@@ -7,6 +7,7 @@ import os
 import secrets
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from deltarefit.errors import (
 )
 from deltarefit.ports import Store
 from deltarefit.stores import open_store
-from deltarefit.stores.wrappers import Fault, Faulty, Kind, Prefixed, Retrying
+from deltarefit.stores.wrappers import Fault, Faulty, Kind, Limited, Prefixed, Retrying
 from deltarefit.testing import StoreContract
 from tests.seaweed import Seaweed
 
@@ -84,6 +85,11 @@ class TestRetryingOverFaults(TestMemory):
 class TestFaultyWithoutFaults(TestMemory):
     def open(self) -> Store:
         return Faulty(open_store(f"memory://{self.name}"), [])
+
+
+class TestLimited(TestMemory):
+    def open(self) -> Store:
+        return Limited(open_store(f"memory://{self.name}"), 1e9)
 
 
 class TestPrefixed(TestMemory):
@@ -240,3 +246,20 @@ def test_retrying_repeats_nothing_else(error: RefitError) -> None:
     with pytest.raises(type(error)):
         Retrying(Refusing(memory(), []), sleep=lambda _: None).get("k")
     assert calls == ["k"]
+
+
+def test_uploads_over_a_limited_store_share_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 100 bytes a second, by a clock that stands still until it is moved."""
+    now, slept = [50.0], []
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append)
+    monkeypatch.setattr("deltarefit.stores.wrappers.time", clock)
+    store = Limited(memory(), 100)
+    store.put("a", bytes(200))
+    store.create("b", bytes(100))  # behind the first
+    assert slept == [2.0, 3.0]
+    assert (len(store.get("a")), store.size("b"), [*store.list()]) == (200, 100, [("a", 200), ("b", 100)])
+    store.delete("a")
+    assert slept == [2.0, 3.0]  # only uploads pass the link
+    now[0] += 10  # it has been idle: that earns nothing
+    store.put("c", bytes(100))
+    assert slept == [2.0, 3.0, 1.0]
