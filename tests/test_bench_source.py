@@ -184,7 +184,9 @@ def test_stages_are_timed_where_they_happen() -> None:
     store, model = TimedStore(h.new_store(), watch), h.random_model(np.random.default_rng(0))
     store.put("a", b"1")
     assert set(watch.seconds) == {"upload"}
+    watch.seconds.clear()
     store.create("b", b"2")
+    assert set(watch.seconds) == {"upload"}
     assert store.get("a") + store.get("b") == b"12"
     timed = TimedSource(h.ArraySource(model), watch)
     assert timed.files() == h.FILES
@@ -208,6 +210,9 @@ def test_a_wrong_bit_in_a_received_model_is_seen(tmp_path: Path) -> None:
     with target.window(0, 0, 1) as (array, _):
         array[0] ^= 1
     assert source_rank._compared(target, model) == (False, content)
+    with torch.no_grad():
+        model.bias[0] += 1
+    assert source_rank._compared(MemoryBaseline(), model)[1] != content
 
 
 def test_an_unknown_size_is_refused() -> None:

@@ -10,10 +10,11 @@ from rich.table import Table
 from deltarefit.bench.report import goals_table
 
 NOTES = """\
-Both ways use all cores: ours on every rank, the gather on rank 0. Bytes between ranks are counted from shapes for the
-gather (all ranks get all of every parameter as bfloat16, rows padded to equal chunks), and as carried for our messages.
-One machine hides what a gather costs on a network, where its bytes cross links, and what it leaves idle: the cores of
-all other hosts. Where every rank holds all weights (replicated) there is nothing to gather: such a gather is free."""
+Both ways use all cores: ours on every rank, the gather on rank 0. Casting to bfloat16 counts as read/encode in ours, as
+gather in the other. Bytes between ranks are counted from shapes for the gather (all ranks get all of every parameter as
+bfloat16, rows padded to equal chunks), and as carried for our messages. One machine hides what a gather costs on a
+network, where its bytes cross links, and what it leaves idle: the cores of all other hosts. Where every rank holds all
+weights (replicated) there is nothing to gather: such a gather moves no byte."""
 
 
 def table(result: dict[str, Any]) -> Group:

@@ -28,8 +28,8 @@ from deltarefit.sources.gather import Buffers, contiguous, gather
 from deltarefit.sources.local import Local, check_unwritten, hold_all, release_all, shared_memory
 from deltarefit.sources.residual import Residual, Residuals
 
-STEP_BYTES = 8 << 20
-"""Canonical bytes that are gathered and converted at a time."""
+STEP_BYTES, DEVICE_STEP_BYTES = 1 << 20, 8 << 20
+"""Bytes that are gathered and converted at a time: what stays in a CPU's cache, or is worth a device's launch."""
 SAMPLE = 64
 """Elements on which a part's function is tried."""
 
@@ -68,8 +68,8 @@ class Shelf(Protocol):
 class TensorSource:
     """``ports.Source`` over parts, blocks and residuals. Thread-safe while held.
 
-    Reading never copies what lies contiguous on the CPU in canonical bits; all else goes through buffers of
-    ``STEP_BYTES``, pinned where tensors are on a device, gathered there first. What is read outside of ``hold`` is
+    Reading never copies what lies contiguous on the CPU in canonical bits; all else goes through buffers,
+    step by step, pinned where tensors are on a device, gathered there first. What is read outside of ``hold`` is
     refused. Raises ``UsageError`` that lists (the first eight of) what cannot be published: tensors that are not
     contiguous, on the meta device, of dtypes that safetensors does not have or in shared memory, maps of another
     shape, functions that are not elementwise or give another dtype than the catalog's.
@@ -184,7 +184,8 @@ class _BoxShelf:
         if self.function is None and flat.device.type == "cpu":
             gather(flat, self.box, start, stop, out)
             return
-        step = STEP_BYTES // max(flat.element_size(), out.element_size())
+        step_bytes = STEP_BYTES if flat.device.type == "cpu" else DEVICE_STEP_BYTES
+        step = step_bytes // max(flat.element_size(), out.element_size())
         for first in range(start, stop, step):
             last = min(first + step, stop)
             out[first - start : last - start].copy_(self._converted(flat, first, last))
