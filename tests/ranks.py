@@ -76,8 +76,8 @@ class PieceSource:
 
 def positions(piece: Piece) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Canonical positions of a piece, in its order, by its definition."""
-    p = np.arange(piece.length)
-    return piece.offset + p // piece.run * piece.pitch + p % piece.run * piece.step
+    p, run = np.arange(piece.length), max(piece.run, 1)
+    return piece.offset + p // run * piece.pitch + p % run * piece.step
 
 
 def cut(rng: np.random.Generator, catalog: Catalog, ranks: int) -> list[list[Piece]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from deltarefit.elements import Elements
@@ -13,16 +12,9 @@ from deltarefit.manifest import Catalog
 from deltarefit.pieces import Piece
 from deltarefit.ports import Source
 from deltarefit.sources.dtypes import carried
+from tests.ranks import positions
 
 Read = tuple[Piece, Elements]
-
-
-def positions(piece: Piece) -> npt.NDArray[np.int64]:
-    """Canonical positions of all elements of a piece, in its order."""
-    if not piece.length:
-        return np.empty(0, np.int64)
-    rows, columns = np.arange(piece.length // piece.run), np.arange(piece.run)
-    return (piece.offset + rows[:, None] * piece.pitch + columns * piece.step).reshape(-1)
 
 
 def read_pieces(source: Source, step: int | None = None) -> list[Read]:

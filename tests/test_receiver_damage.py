@@ -10,7 +10,6 @@ import pytest
 
 from deltarefit import MemoryBaseline, Publisher, Receiver
 from deltarefit.anchoring import write_anchor
-from deltarefit.baseline import NoSpool
 from deltarefit.errors import RefitError, UnavailableError, UsageError
 from deltarefit.manifest import Header, Intent, Mode, ProducerManifest, State
 from deltarefit.publishing.driving import Driver
@@ -103,7 +102,7 @@ def test_torn_weights_are_paused_before_the_store_is_asked(rng: np.random.Genera
 
 def test_a_baseline_without_spool_keeps_nothing_and_still_moves(rng: np.random.Generator) -> None:
     chain = h.publish_chain(rng, ("some", "many", "nothing"))
-    target = MemoryBaseline(NoSpool())
+    target = MemoryBaseline(_NoSpool())
     assert h.followed(chain.store, target) == chain.head
     assert h.bits(target) == chain.history[chain.head]
 
@@ -175,3 +174,16 @@ def test_payload_bytes_are_checked() -> None:
     for wrong in (0, -1, 1 << 40):
         with pytest.raises(UsageError, match="payload_bytes"):
             Publisher(store, source, payload_bytes=wrong)
+
+
+class _NoSpool:
+    """``ports.Spool`` that keeps nothing: payloads are fetched again, and a torn write ends at the newest anchor."""
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        """Let go of it."""
+
+    def get(self, name: str) -> bytes | None:
+        return None
+
+    def clear(self) -> None:
+        """Nothing is there."""

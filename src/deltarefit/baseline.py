@@ -1,8 +1,4 @@
-"""Bits of the head in memory: the trainer's baseline, and any other copy that lives as long as the process.
-
-A baseline is receiver number zero (protocol §3.6): it implements ``ports.Target`` and is moved along the log by the
-same machine as every receiver. A file-backed baseline is a checkpoint target.
-"""
+"""A whole model's bits in memory as a target: a copy of a version that lives as long as the process."""
 
 from __future__ import annotations
 
@@ -33,24 +29,11 @@ class MemorySpool:
         self._entries.clear()
 
 
-class NoSpool:
-    """``ports.Spool`` that keeps nothing: payloads are fetched again, and a torn write ends at the newest anchor."""
-
-    def put(self, name: str, data: bytes | memoryview) -> None:
-        """Let go of it."""
-
-    def get(self, name: str) -> bytes | None:
-        return None
-
-    def clear(self) -> None:
-        """Nothing is there."""
-
-
 class MemoryBaseline:
     """``ports.Target`` in memory.
 
-    ``spool`` is where staged payloads and values go, about twice the changed bytes; without one (``NoSpool``) memory
-    does not grow with the change, and an exception in the middle of a write costs a load from the newest anchor.
+    ``spool`` is where staged payloads and values go, about twice the changed bytes. One that keeps nothing bounds
+    memory and costs a load from the newest anchor when an exception comes in the middle of a write.
     """
 
     def __init__(self, spool: Spool | None = None) -> None:

@@ -33,6 +33,14 @@ WIDTHS: dict[str, int] = {
     "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
 """Bytes of one element by safetensors dtype name. Sub-byte formats travel as the bytes they are stored in."""
+TORCH_NAMES: dict[str, str] = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F4": "float4_e2m1fn_x2", "U16": "uint16", "I16": "int16", "F16": "float16", "BF16": "bfloat16",
+    "U32": "uint32", "I32": "int32", "F32": "float32", "U64": "uint64", "I64": "int64", "F64": "float64",
+    "C64": "complex64",
+}  # fmt: skip
+"""What torch calls them, where it has them; a torch may have fewer."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 from deltarefit.ports import Store
@@ -16,6 +17,7 @@ class RecentPayloads:
         self._store = store
         self._recent: dict[str, bytes] = {}
         self._room = RECENT_BYTES
+        self._lock = threading.Lock()
 
     @property
     def url(self) -> str:
@@ -23,9 +25,11 @@ class RecentPayloads:
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         self._store.put(key, data)
-        if len(data) <= self._room:
+        with self._lock:
+            if len(data) > self._room:
+                return
             self._room -= len(data)
-            self._recent[key] = bytes(data)
+        self._recent[key] = bytes(data)
 
     def create(self, key: str, data: bytes) -> None:
         self._store.create(key, data)

@@ -30,6 +30,7 @@ from deltarefit.protocol.messages import (
     Gathered,
     NotCreated,
     ReadAttempt,
+    allowed,
     check_manifests,
     new_digest,
 )
@@ -81,10 +82,7 @@ class Coordinator:
 
     def on(self, event: Event) -> Step:
         """The next state and what to do. ``ProtocolError`` for an event that this phase does not allow."""
-        handler = _HANDLERS.get((self.phase, type(event)))
-        if handler is None:
-            raise ProtocolError(f"a coordinator in phase {self.phase.value} met {type(event).__name__}")
-        return handler(self, event)
+        return allowed(_HANDLERS, self.phase, event, "a coordinator")(self, event)
 
     # ------------------------------------------------------------------------------------ finding the tail
 

@@ -40,6 +40,7 @@ from deltarefit.protocol.messages import (
     WriteHeader,
     Written,
     adds_up,
+    allowed,
 )
 from deltarefit.records import Digest
 
@@ -81,10 +82,7 @@ class Follower:
 
     def on(self, event: Event) -> Step:
         """The next state and what to do. ``ProtocolError`` for an event that this phase does not allow."""
-        handler = _HANDLERS.get((self.phase, type(event)))
-        if handler is None:
-            raise ProtocolError(f"a receiver in phase {self.phase.value} met {type(event).__name__}")
-        return handler(self, event)
+        return allowed(_HANDLERS, self.phase, event, "a receiver")(self, event)
 
     # ------------------------------------------------------------------------------------ start
 

@@ -9,9 +9,11 @@ starts from the header beside the weights and from the log.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
-from deltarefit.errors import IntegrityError
+from deltarefit.errors import IntegrityError, ProtocolError
 from deltarefit.manifest import Anchor, Decision, Header, Intent, Outcome, PayloadRef, ProducerManifest
 from deltarefit.records import Digest
 
@@ -379,3 +381,15 @@ Event = (
     HeaderRead | AttemptRead | ManifestRead | AnchorFound | NoAnchor | AnchorLoaded | Staged | NotStaged | Classified
     | Written | ValuesLost | Created | NotCreated | Encoded | Gathered | EncodeFailed
 )  # fmt: skip
+
+
+H = TypeVar("H")
+P = TypeVar("P", bound=enum.Enum)
+
+
+def allowed(handlers: Mapping[tuple[P, type[Event]], H], phase: P, event: Event, who: str) -> H:
+    """What a machine does about an event; ``ProtocolError`` if its phase does not allow it."""
+    handler = handlers.get((phase, type(event)))
+    if handler is None:
+        raise ProtocolError(f"{who} in phase {phase.value} met {type(event).__name__}")
+    return handler

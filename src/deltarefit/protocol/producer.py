@@ -29,6 +29,7 @@ from deltarefit.protocol.messages import (
     NotCreated,
     ReadAttempt,
     ReadManifest,
+    allowed,
 )
 from deltarefit.records import Digest
 
@@ -66,10 +67,7 @@ class Producer:
 
     def on(self, event: Event) -> Step:
         """The next state and what to do. ``ProtocolError`` for an event that this phase does not allow."""
-        handler = _HANDLERS.get((self.phase, type(event)))
-        if handler is None:
-            raise ProtocolError(f"a producer in phase {self.phase.value} met {type(event).__name__}")
-        return handler(self, event)
+        return allowed(_HANDLERS, self.phase, event, "a producer")(self, event)
 
     def _encoded(self, event: Encoded) -> Step:
         manifest, intent = event.manifest, self.intent
