@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from deltarefit.elements import Elements
-from deltarefit.manifest import Catalog, Header
+from deltarefit.manifest import Catalog, Header, PayloadRef
 from deltarefit.pieces import Piece
+from deltarefit.protocol.messages import Op
 from deltarefit.records import Digest
 
 
@@ -190,3 +191,71 @@ class Target(Protocol):
 
     def resume(self) -> None:
         """Let users run again; called after CLEAN, and after a failure that wrote nothing."""
+
+
+@runtime_checkable
+class LiveTarget(Protocol):
+    """Live weights that only their own processes can reach, such as those of a serving engine's ranks: the receiver
+    hands payloads over and they are carried out where the weights are. Header, seed, pause and resume are as in
+    ``Target``.
+
+    Sums and digests count every canonical element once, whatever the number of ranks and copies; copies that do not
+    agree are an ``IntegrityError``. ``UnavailableError`` for what a retry may cure, a restarted engine among it.
+    """
+
+    @property
+    def catalog(self) -> Catalog | None:
+        """The catalog attached to, or None."""
+
+    def attach(self, run: str, catalog: Catalog) -> None:
+        """Find out where each tensor of ``catalog`` lies, and whether anything was left there by an earlier receiver.
+        Comes before everything else; idempotent. Raises ``BaseMismatch`` for another model's catalog, ``UsageError``
+        for weights that cannot be kept bit-exact; nothing was written then."""
+
+    def proof(self) -> Digest | None:
+        """Digest of the checkpoint that the native loader put there, read from where it was loaded; None if that cannot
+        be read any more. Equal to ``digest()`` before anything was written, it proves the placement."""
+
+    def read_header(self) -> Header | None:
+        """The state header, or None if there is none: the engine was started since."""
+
+    def write_header(self, header: Header) -> None:
+        """As durable as the weights, and atomic, on return."""
+
+    def seed(self, catalog: Catalog, files: Mapping[str, bytes]) -> None:
+        """All elements are about to be set. Side files are not needed."""
+
+    def finish_seed(self) -> None:
+        """All bits are in and proven."""
+
+    def stage(self, ref: PayloadRef, data: bytes) -> tuple[Digest, Digest]:
+        """Keep a payload, checked against ``ref``, beside the weights; sums of the live bits at its positions as they
+        are, and as they will be. Weights are only read, while they serve."""
+
+    def staged(self, ref: PayloadRef) -> bool:
+        """Whether a payload is still kept."""
+
+    def live(self, ref: PayloadRef) -> Digest:
+        """Sums of the live bits at a staged payload's positions."""
+
+    def write(self, ref: PayloadRef, op: Op) -> None:
+        """APPLY or SET: bring every rank that still has the old bits to the new ones, in place; a rank that has them is
+        left alone. SKIP: nothing."""
+
+    def fill(self, ref: PayloadRef, data: bytes) -> None:
+        """Set all elements of an anchor's payload."""
+
+    def digest(self) -> Digest:
+        """Digest of all live bits."""
+
+    def drop(self) -> None:
+        """Forget staged payloads."""
+
+    def pause(self) -> None:
+        """Stop generation; returns when none runs."""
+
+    def resume(self) -> None:
+        """Let generation go on, with nothing cached that older bits computed."""
+
+    def watch(self) -> None:
+        """Raises ``UnavailableError`` if the weights' holder is gone or another than before; cheap."""
