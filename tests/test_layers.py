@@ -15,7 +15,7 @@ LAYERS: dict[str, int] = {
     "errors": 0, "elements": 0, "_kernel": 0,
     "records": 1, "manifest": 1, "pieces": 1, "codec": 1, "digest": 1, "protocol": 1, "safetensors_layout": 1,
     "affine": 1,
-    "ports": 2, "baseline": 2, "events": 2, "localfiles": 2, "exchange": 2,
+    "ports": 2, "baseline": 2, "events": 2, "localfiles": 2, "exchange": 2, "tracing": 2,
     "sources": 3, "targets": 3, "stores": 3,
     "weights": 3, "runlog": 3, "recent": 3,
     "anchors": 3, "anchoring": 3, "staging": 3, "asof": 3, "pipeline": 3, "receiver": 3,
@@ -25,7 +25,7 @@ LAYERS: dict[str, int] = {
 ADAPTERS = {"sources", "targets", "stores"}
 PATHS = {name for name, layer in LAYERS.items() if layer == 3} - ADAPTERS
 HEAVY = {"torch", "transformers", "obstore", "vllm", "sglang", "megatron", "gguf", "reasoning_gym"}
-HEAVY_ROOMS = ADAPTERS | {"demo", "bench"}
+HEAVY_ROOMS = ADAPTERS | {"demo", "bench", "tracing"}
 PURE_FORBIDDEN = {"os", "time", "logging", "socket", "pathlib", "io", "subprocess", "threading", "random", "secrets"}
 
 
