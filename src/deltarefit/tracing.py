@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deltarefit.affine import AffineMap, Box, NotAffineError, compose, fit
+from deltarefit.affine import AffineMap, Box, NotAffineError, check_coverage, compose, fit, rows_of
+from deltarefit.errors import UsageError
+from deltarefit.manifest import Catalog, TensorEntry
+from deltarefit.pieces import Piece
 
 Casts = tuple[torch.dtype, ...]
 Kind = tuple[tuple[int, ...], torch.dtype]
@@ -84,6 +87,12 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.numel():
             memory.origins.append(Origin(name, (), (Box((tensor.numel(),), 0, (1,), 0, (1,)),)))
         return tensor
+
+    def decomposed(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The result of an operation that consists of others, which are followed; NotImplemented for any other. Where
+        gradients are off for good (inference mode) torch does not take such operations apart itself."""
+        with self:
+            return func.decompose(*args, **kwargs)
 
     def memory(self, tensor: torch.Tensor) -> Memory:
         """What is known of a tensor's storage; from now on something is."""
@@ -216,3 +225,18 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 def _same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def incomplete(memory: Memory) -> str | None:
+    """Why the elements of a memory are not each one copy. Only patches can overlap."""
+    boxes = [box for origin in memory.origins for box in origin.boxes]
+    if sum(box.numel for box in boxes) != memory.numel:
+        return "some elements come from no tensor, or from several"
+    if not memory.patched:
+        return None
+    catalog = Catalog((TensorEntry("t", "U8", (memory.numel,)),))
+    try:
+        check_coverage(catalog, [[Piece(0, *span) for box in boxes for span, _ in rows_of(box)]])
+    except UsageError as error:
+        return error.what
+    return None

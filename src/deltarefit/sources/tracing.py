@@ -12,12 +12,19 @@ from typing import Any
 
 import torch
 
-from deltarefit.affine import check_coverage, rows_of
 from deltarefit.errors import UsageError
-from deltarefit.manifest import Catalog, TensorEntry
-from deltarefit.pieces import Piece
 from deltarefit.sources.arguments import listed
-from deltarefit.tracing import Casts, Kind, Memory, Origin, Provenance, cast_of, tensors_in, written_arguments
+from deltarefit.tracing import (
+    Casts,
+    Kind,
+    Memory,
+    Origin,
+    Provenance,
+    cast_of,
+    incomplete,
+    tensors_in,
+    written_arguments,
+)
 
 __all__ = ["Casts", "Conversion", "Kind", "Origin", "Output", "trace"]
 
@@ -84,7 +91,7 @@ class _Recorder(Provenance):  # type: ignore[no-untyped-call]
         flat = Memory(tensor.numel(), patched=memory.patched)
         dense = torch.empty(shape, device="meta")
         self.carry(tensor, dense, flat, ())
-        if (reason := flat.reason or _incomplete(flat)) is not None:
+        if (reason := flat.reason or incomplete(flat)) is not None:
             return Output(shape, tensor.dtype, reason=reason)
         return Output(shape, tensor.dtype, tuple(flat.origins))
 
@@ -118,18 +125,3 @@ class _Recorder(Provenance):  # type: ignore[no-untyped-call]
         memory = self.memory(out)
         memory.patched = True
         self.carry(source.expand(out.shape), out, memory, cast_of(source, out))
-
-
-def _incomplete(memory: Memory) -> str | None:
-    """Why the elements of a memory are not each one copy. Only patches can overlap."""
-    boxes = [box for origin in memory.origins for box in origin.boxes]
-    if sum(box.numel for box in boxes) != memory.numel:
-        return "some elements come from no tensor, or from several"
-    if not memory.patched:
-        return None
-    catalog = Catalog((TensorEntry("t", "U8", (memory.numel,)),))
-    try:
-        check_coverage(catalog, [[Piece(0, *span) for box in boxes for span, _ in rows_of(box)]])
-    except UsageError as error:
-        return error.what
-    return None

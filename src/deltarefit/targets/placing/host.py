@@ -1,0 +1,48 @@
+"""Operations of deltas on storages that the CPU reaches, by the native kernel; and the face of all such back ends."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from deltarefit import _kernel
+from deltarefit.codec import Delta
+from deltarefit.elements import Elements
+from deltarefit.records import Digest
+from deltarefit.targets.placing.device import DeviceBackend
+from deltarefit.targets.placing.plan import Table
+
+
+class Backend(Protocol):
+    """Operations of one delta, or of all elements, on one storage through a table of boxes."""
+
+    def apply(self, delta: Delta, boxes: Table, storage: Any, shift: int) -> int: ...
+    def sums(self, delta: Delta, boxes: Table, storage: Any, shift: int, key: int) -> Digest: ...
+    def preview(self, delta: Delta, boxes: Table, storage: Any, shift: int, key: int) -> tuple[Digest, Digest]: ...
+    def digest(self, boxes: Table, storage: Any, shift: int, key: int) -> Digest: ...
+
+
+class HostBackend:
+    """The native kernel, on storages that the CPU reaches."""
+
+    def apply(self, delta: Delta, boxes: Table, storage: Elements, shift: int) -> int:
+        hits: int = _kernel.place_apply(delta.record, delta.slices, storage, boxes, shift)
+        return hits
+
+    def sums(self, delta: Delta, boxes: Table, storage: Elements, shift: int, key: int) -> Digest:
+        return Digest(*_kernel.place_sums(delta.record, delta.slices, storage, boxes, key, shift))
+
+    def preview(self, delta: Delta, boxes: Table, storage: Elements, shift: int, key: int) -> tuple[Digest, Digest]:
+        pre, post = _kernel.place_preview(delta.record, delta.slices, storage, boxes, key, shift)
+        return Digest(*pre), Digest(*post)
+
+    def digest(self, boxes: Table, storage: Elements, shift: int, key: int) -> Digest:
+        return Digest(*_kernel.place_digest(storage, boxes, key, shift))
+
+
+def view_of(integers: torch.Tensor) -> tuple[Backend, Any]:
+    """The back end for a storage, given as one row of integers, and what it wants to be given of it."""
+    if integers.device.type == "cpu":
+        return HostBackend(), integers.numpy().view(f"u{integers.element_size()}")
+    return DeviceBackend(integers.device), integers

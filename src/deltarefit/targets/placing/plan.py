@@ -1,0 +1,254 @@
+"""Where each canonical tensor lies in a rank's live storages: the recording of its loader, sorted out.
+
+A plan consists of parts: one canonical box in one storage, element for element. What is no such copy is opaque (the
+whole tensor goes through the native loader) or refused; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from deltarefit.affine import AffineMap, Box, NotAffineError, compose, disjoint, rows_of
+from deltarefit.affine.boxes import ascends, box_of, flipped, ordered
+from deltarefit.errors import UsageError
+from deltarefit.manifest import TORCH_NAMES, Catalog
+from deltarefit.pieces import Piece
+from deltarefit.targets.placing.recorder import Landing, Load, Recording, record
+from deltarefit.targets.placing.storages import Storage, places_of
+
+MAX_DIGITS = 6
+"""Most digits of a part's box."""
+MAX_COPIES = 256
+"""Most places in one storage that one element may go to by one write."""
+Table = npt.NDArray[np.int64]
+Layout = tuple[Box, ...] | str
+"""What became of a storage after loading: boxes from where the loader writes to where the elements lie now (local to
+canonical), or why that is not known."""
+Layouts = Callable[[Sequence[Storage]], Mapping[int, Layout]]
+
+
+class Mode(str, enum.Enum):
+    """How changes of a canonical tensor reach a rank."""
+
+    XOR = "xor"
+    """Element for element, at its own width."""
+    SHIFTED = "xor-shifted"
+    """BF16 kept as FP32: the same bits, 16 higher."""
+    OPAQUE = "opaque"
+    """The whole tensor through the native loader."""
+    SKIPPED = "skipped"
+    """The loader takes it and stores nothing on this rank."""
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of canonical tensor ``tensor`` in a storage: ``box.local`` counts the storage's elements, ``box.canonical``
+    the tensor's. ``shift``: bits by which the stored element is the canonical one shifted left."""
+
+    tensor: int
+    storage: int
+    shift: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's placement of one catalog. ``modes``: mode and reason of each tensor. ``together``: opaque tensors that
+    the loader needs in one call. ``leftover``: storages that no canonical tensor fills."""
+
+    storages: tuple[Storage, ...]
+    parts: tuple[Part, ...]
+    modes: tuple[tuple[Mode, str], ...]
+    together: tuple[frozenset[int], ...]
+    leftover: tuple[int, ...]
+    names: tuple[tuple[str, ...], ...]
+    """Checkpoint names of each tensor that the loader takes."""
+    places: Mapping[str, tuple[object, ...]]
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Raises ``UsageError`` if a tensor of the model was moved, rebound or reshaped since."""
+        now = places_of(model)
+        if now != self.places:
+            moved = sorted(n for n in {*now, *self.places} if now.get(n) != self.places.get(n))
+            raise UsageError(
+                "the engine moved its weights since their placement was recorded",
+                found=", ".join(moved[:8]),
+                next_step="Start the follower again: it records the placement anew and checks every bit.",
+            )
+
+
+def make_plan(model: torch.nn.Module, load: Load, catalog: Catalog, layouts: Layouts = lambda storages: {}) -> Plan:
+    """Record ``load`` on ``model`` and place every tensor of ``catalog``. Writes nothing."""
+    numbers = {name: k for k, entry in enumerate(catalog.tensors) for name in (entry.name, *entry.aliases)}
+    kinds = {
+        name: (catalog.tensors[numbers[name]].shape, getattr(torch, TORCH_NAMES[catalog.tensors[numbers[name]].dtype]))
+        for name in sorted(numbers)
+    }
+    recording, storages = record(model, load, kinds)
+    return _Sorting(catalog, numbers, recording, storages, layouts(storages)).plan(places_of(model))
+
+
+class _Sorting:
+    """Turns a recording into a plan."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        numbers: Mapping[str, int],
+        recording: Recording,
+        storages: Sequence[Storage],
+        layouts: Mapping[int, Layout],
+    ) -> None:
+        self._catalog, self._numbers, self._recording = catalog, numbers, recording
+        self._storages, self._layouts = storages, layouts
+        self._opaque = {numbers[name]: reason for name, reason in recording.opaque.items()}
+        self._refused: dict[int, str] = {}
+        self._together = [frozenset(numbers[name] for name in names) for names in recording.together]
+
+    def plan(self, places: Mapping[str, tuple[object, ...]]) -> Plan:
+        landings = self._settled()
+        parts = [part for landing in landings for part in self._parts(landing)]
+        out = {*self._opaque, *self._refused}
+        parts = [part for part in parts if part.tensor not in out]
+        filled = {landing.storage for landing in self._recording.landings}
+        leftover = tuple(k for k in range(len(self._storages)) if k not in filled)
+        shifts: dict[int, int] = {}
+        for part in parts:
+            shifts[part.tensor] = max(part.shift, shifts.get(part.tensor, 0))
+        modes = tuple(self._mode(k, shifts.get(k)) for k in range(len(self._catalog.tensors)))
+        names: list[list[str]] = [[] for _ in self._catalog.tensors]
+        for name in sorted(self._recording.taken):
+            names[self._numbers[name]].append(name)
+        taken = tuple(map(tuple, names))
+        return Plan(tuple(self._storages), tuple(parts), modes, tuple(self._together), leftover, taken, places)
+
+    def _mode(self, tensor: int, shift: int | None) -> tuple[Mode, str]:
+        if tensor in self._refused:
+            return Mode.REFUSED, self._refused[tensor]
+        if tensor in self._opaque:
+            return Mode.OPAQUE, self._opaque[tensor]
+        if shift is None:
+            return Mode.SKIPPED, ""
+        return (Mode.SHIFTED if shift else Mode.XOR), ""
+
+    def _settled(self) -> list[Landing]:
+        """Named landings, each once, of which nothing was written over later."""
+        kept = list(dict.fromkeys(landing for landing in self._recording.landings if landing.name))
+        kept = list({(self._numbers[one.name], one.storage, one.boxes, one.casts): one for one in kept}.values())
+        order = {id(landing): number for number, landing in enumerate(self._recording.landings)}
+        nameless = [landing for landing in self._recording.landings if not landing.name]
+        for one, other in _meeting([*kept, *nameless]):
+            self._overlap(*sorted((one, other), key=lambda landing: order[id(landing)]))
+        return kept
+
+    def _overlap(self, first: Landing, last: Landing) -> None:
+        """The same element is written twice; harmless only if what came first was nobody's."""
+        if not first.name:
+            return
+        one, other = (self._numbers.get(landing.name, -1) for landing in (first, last))
+        if last.name and one != other:
+            names = [self._catalog.tensors[tensor].name for tensor in sorted((one, other))]
+            for tensor in (one, other):
+                self._refused[tensor] = f"the engine keeps {names[0]} and {names[1]} in one place, as if they were tied"
+        self._opaque.setdefault(one, "the loader writes to the same place again")
+
+    def _parts(self, landing: Landing) -> Iterator[Part]:
+        tensor = self._numbers[landing.name]
+        shift = self._shift(tensor, landing)
+        layout = self._layouts.get(landing.storage, ())
+        if isinstance(layout, str):
+            self._refused[tensor] = layout
+        elif shift is None:
+            kept = ", ".join(str(cast) for cast in landing.casts)
+            self._opaque.setdefault(tensor, f"kept as {kept or self._storages[landing.storage].tensor.dtype}")
+        else:
+            try:
+                yield from self._placed(tensor, landing, shift, layout)
+            except NotAffineError as error:
+                self._opaque.setdefault(tensor, str(error.what))
+
+    def _shift(self, tensor: int, landing: Landing) -> int | None:
+        """Bits from the canonical to the stored element; None if it is another than the canonical one."""
+        entry, width = self._catalog.tensors[tensor], self._storages[landing.storage].width
+        if not landing.casts and width == entry.width:
+            return 0
+        return 16 if landing.casts == (torch.float32,) and entry.dtype == "BF16" and width == 4 else None
+
+    def _placed(self, tensor: int, landing: Landing, shift: int, layout: tuple[Box, ...]) -> Iterator[Part]:
+        boxes = landing.boxes
+        if layout:
+            whole = (self._storages[landing.storage].numel,)
+            inner = AffineMap((), tuple(("", box) for box in boxes))
+            boxes = compose(inner, {"": AffineMap(whole, tuple(("", box) for box in layout))}).of("")
+            if sum(box.numel for box in boxes) != sum(box.numel for box in landing.boxes):
+                raise NotAffineError("elements are lost in the layout that the engine keeps")
+        for box in boxes:
+            for one in _unfolded(flipped(box)):
+                yield Part(tensor, landing.storage, shift, one)
+
+
+def _unfolded(box: Box) -> Iterator[Box]:
+    """A box whose canonical positions ascend; one for each copy where an element goes to several places."""
+    copies = [dim for dim in box.dims if dim[0] > 1 and dim[2] == 0]
+    rest = [dim for dim in box.dims if dim[0] > 1 and dim[2] != 0]
+    if math.prod(n for n, _, _ in copies) > MAX_COPIES:
+        raise NotAffineError("an element goes to too many places", expected=f"<= {MAX_COPIES}")
+    for index in product(*(range(n) for n, _, _ in copies)):
+        local = box.local + sum(i * step for i, (_, step, _) in zip(index, copies, strict=True))
+        one = ordered(box_of(rest, local, box.canonical))
+        if len(one.sizes) > MAX_DIGITS or not ascends(one.sizes, one.strides):
+            raise NotAffineError("a box has too many digits, or meets itself", found=one)
+        yield one
+
+
+def _meeting(landings: Sequence[Landing]) -> Iterator[tuple[Landing, Landing]]:
+    """Pairs that write to the same element of a storage, of which at least one has a name."""
+    spans = [(landing.storage, *_span(box), box, landing) for landing in landings for box in landing.boxes]
+    spans.sort(key=lambda span: span[:3])
+    near: list[tuple[int, int, int, Box, Landing]] = []
+    for span in spans:
+        near = [other for other in near if other[0] == span[0] and other[2] > span[1]]
+        for other in near:
+            named = other[4].name or span[4].name
+            if named and other[4] is not span[4] and _share(other[3], span[3]):
+                yield other[4], span[4]
+        near.append(span)
+
+
+def _span(box: Box) -> tuple[int, int]:
+    reach = [(n - 1) * stride for n, stride in zip(box.sizes, box.strides, strict=True)]
+    return box.canonical + sum(r for r in reach if r < 0), box.canonical + sum(r for r in reach if r > 0) + 1
+
+
+def _share(one: Box, other: Box) -> bool:
+    """Whether two boxes have a storage position in common; True where that cannot be told."""
+    try:
+        pieces = [[Piece(0, *span) for span, _ in rows_of(_storage_side(box))] for box in (one, other)]
+    except NotAffineError:
+        return True
+    return not all(disjoint(a, b) for a in pieces[0] for b in pieces[1])
+
+
+def _storage_side(box: Box) -> Box:
+    return replace(box, local=0, local_strides=(0,) * len(box.sizes))
+
+
+def table_of(parts: Sequence[Part]) -> Table:
+    """The boxes of parts as the kernel takes them, sorted by canonical offset: shape (n, 2 + 3 * digits), int64."""
+    digits = max((len(part.box.sizes) for part in parts), default=0)
+    rows = []
+    for part in sorted(parts, key=lambda part: part.box.canonical):
+        row = [part.box.canonical, part.box.local]
+        for n, step, stride in part.box.dims:
+            row += [n, stride, step]
+        rows.append(row + [1, 0, 0] * (digits - len(part.box.sizes)))
+    return np.array(rows, np.int64).reshape(len(rows), 2 + 3 * digits)

@@ -1,0 +1,241 @@
+"""What a native weight loader does, recorded once and not done: which checkpoint elements it puts where.
+
+The loader is fed tensors without storage under a dispatch mode (``deltarefit.tracing``). Every write into the model's
+own memory is noted and suppressed, so the live weights stay as they are, whatever the loader does: fills before a copy,
+copies onto itself, buffers in between. What cannot be followed is opaque, with the reason.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deltarefit.affine import Box
+from deltarefit.errors import UsageError
+from deltarefit.targets.placing.storages import Storage, places_of, storages_of
+from deltarefit.tracing import (
+    Casts,
+    Kind,
+    Memory,
+    Origin,
+    Provenance,
+    cast_of,
+    incomplete,
+    tensors_in,
+    written_arguments,
+)
+
+Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+"""A native loader: takes checkpoint tensors by name and puts them where they belong."""
+MAX_TRIES = 64
+"""Names that may make a loader raise, each left out of the next try."""
+
+
+@dataclass(frozen=True)
+class Landing:
+    """A write into a live storage. ``name`` is the checkpoint tensor whose elements land, by ``boxes`` that lead from
+    its flat positions to the storage's; without a name, something else lands there."""
+
+    storage: int
+    boxes: tuple[Box, ...]
+    name: str = ""
+    casts: Casts = ()
+
+
+@dataclass
+class Recording:
+    """All that a loader did, in order. ``opaque``: why a tensor's elements cannot be followed; ``together``: names that
+    such a tensor has to be loaded with; ``taken``: names that the loader asked for."""
+
+    landings: list[Landing] = field(default_factory=list)
+    opaque: dict[str, str] = field(default_factory=dict)
+    together: list[frozenset[str]] = field(default_factory=list)
+    taken: set[str] = field(default_factory=set)
+
+
+def record(model: torch.nn.Module, load: Load, kinds: Mapping[str, Kind]) -> tuple[Recording, list[Storage]]:
+    """What ``load`` does with checkpoint tensors of these kinds, given in this order, and the storages it did it to.
+
+    Nothing in the model changes. A tensor that makes the loader raise is opaque, and is left out of the next try.
+    Raises ``UsageError`` if the loader rebinds parameters, starts threads, or raises for too many tensors.
+    """
+    storages, before, failed = storages_of(model), places_of(model), dict[str, str]()
+    while True:
+        recorder = _Recorder(storages)
+        error = recorder.run(load, {name: kind for name, kind in kinds.items() if name not in failed})
+        _check_untouched(before, places_of(model))
+        if error is None:
+            break
+        if not recorder.current or len(failed) == MAX_TRIES:
+            raise UsageError(
+                f"the native loader cannot be followed: {type(error).__name__}: {error}",
+                next_step="Refit this engine from a directory (follow --into), and report the model.",
+            ) from error
+        failed[recorder.current] = f"the loader looks at values: {type(error).__name__}: {str(error)[:200]}"
+    recorder.found.opaque.update(failed)
+    return recorder.found, storages
+
+
+def _check_untouched(before: Mapping[str, object], after: Mapping[str, object]) -> None:
+    if moved := sorted(name for name in {*before, *after} if before.get(name) != after.get(name)):
+        raise UsageError(
+            "the native loader rebinds or moves parameters instead of writing to them",
+            found=", ".join(moved[:8]),
+            next_step="Restart the engine, whose weights have moved now; refit it from a directory (follow --into).",
+        )
+
+
+class _Recorder(Provenance):  # type: ignore[no-untyped-call]
+    def __init__(self, storages: Sequence[Storage]) -> None:
+        super().__init__()
+        self.found = Recording()
+        self.current = ""
+        """The tensor that the loader asked for last."""
+        self._live = {storage.pointer: number for number, storage in enumerate(storages)}
+        self._widths = [storage.width for storage in storages]
+
+    def run(self, load: Load, kinds: Mapping[str, Kind]) -> Exception | None:
+        """Drive the loader once; what it raised."""
+        threads = threading.active_count()
+        try:
+            with self, torch.no_grad():
+                load(self._checkpoint(kinds))
+        except Exception as error:  # noqa: BLE001 - whatever a loader raises about one tensor is that tensor's reason
+            return error
+        if threading.active_count() > threads:
+            raise UsageError(
+                "the native loader starts threads, whose writes cannot be seen",
+                next_step="Switch its threads off, or refit from a directory (follow --into).",
+            )
+        return None
+
+    def _checkpoint(self, kinds: Mapping[str, Kind]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, kind in kinds.items():
+            self.current = name
+            self.found.taken.add(name)
+            yield name, self.source(name, kind)
+        self.current = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func._schema.is_mutable:
+            return self._write(func, args, kwargs)
+        followed = any(t.is_meta or self.followed(t) for t in tensors_in([*args, *kwargs.values()]))
+        if followed and (given := self.decomposed(func, args, kwargs)) is not NotImplemented:
+            return given
+        if followed and kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("meta")
+        given = func(*args, **kwargs)
+        if followed:
+            for out in tensors_in([given]):
+                self.made(func, args, kwargs, out)
+        return given
+
+    # ------------------------------------------------------------------------------------ writes
+
+    def _write(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        written = list(tensors_in(written_arguments(func._schema, args, kwargs)))
+        packet = func.overloadpacket
+        if packet is torch.ops.aten.copy_:
+            pairs = [(args[0], args[1])]
+        elif packet is torch.ops.aten._foreach_copy_:
+            pairs = list(zip(args[0], args[1], strict=True))
+        elif any(self._concerns(tensor) for tensor in tensors_in([*args, *kwargs.values()])):
+            self._changed(func, written, list(tensors_in([*args, *kwargs.values()])))
+            return written[0] if written and func._schema.returns else None
+        else:
+            return func(*args, **kwargs)
+        for to, source in pairs:
+            self._copy(func, to, source)
+        return args[0] if packet is torch.ops.aten.copy_ else None
+
+    def _concerns(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_meta or self.followed(tensor) or self._place(tensor) is not None
+
+    def _place(self, tensor: torch.Tensor) -> int | None:
+        """The live storage that a tensor lies in."""
+        return None if tensor.is_meta else self._live.get(tensor.untyped_storage().data_ptr())
+
+    def _copy(self, func: Any, to: torch.Tensor, source: torch.Tensor) -> None:
+        place = self._place(to)
+        if place is not None:
+            self._land(place, to, source.expand(to.shape))
+        elif self.followed(source):
+            memory = self.memory(to)
+            if memory.given:
+                self.spoil(f"written to by {func}", [to], [to, source])
+            memory.patched = True
+            self.carry(source.expand(to.shape), to, memory, cast_of(source, to))
+        elif to.is_meta or self.followed(to):
+            self._changed(func, [to], [to])
+        else:
+            func(to, source)
+
+    def _changed(self, func: Any, written: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+        """A write that is no copy: of a constant, or of something computed."""
+        made_of = [tensor for tensor in given if self.followed(tensor)]
+        for tensor in written:
+            place = self._place(tensor)
+            if place is not None:
+                self._note_opaque(f"written by {func}", made_of)
+                self.found.landings.append(Landing(place, (_box(tensor),)))
+            elif func.overloadpacket in _FILLS and tensor.numel() == self.memory(tensor).numel:
+                self._forget(tensor)
+            else:
+                self.spoil(f"written by {func}", [tensor], made_of)
+
+    def _forget(self, tensor: torch.Tensor) -> None:
+        """All of it is a constant now."""
+        memory = self.memory(tensor)
+        memory.origins, memory.reason, memory.given = [], None, None
+        memory.names.clear()
+
+    def _land(self, place: int, to: torch.Tensor, source: torch.Tensor) -> None:
+        if not to.numel():
+            return
+        if not self.followed(source):
+            self.found.landings.append(Landing(place, (_box(to),)))
+            return
+        origins, reason = self._landed(place, to, source)
+        if reason is not None or not origins:
+            self._note_opaque(reason or "", [source])
+            self.found.landings.append(Landing(place, (_box(to),)))
+        else:
+            self.found.landings += [Landing(place, origin.boxes, origin.source, origin.casts) for origin in origins]
+
+    def _landed(self, place: int, to: torch.Tensor, source: torch.Tensor) -> tuple[list[Origin], str | None]:
+        """The elements that land, none if all are constants; or why they cannot be followed."""
+        memory = self.memory(source)
+        if memory.reason or not self.names_in(source):
+            return [], memory.reason
+        if to.element_size() != self._widths[place]:
+            return [], "bits seen as another dtype"
+        flat = Memory(to.numel(), patched=memory.patched)
+        self.carry(source, torch.empty(to.shape, device="meta"), flat, ())
+        if (reason := incomplete(flat)) is not None:
+            return [], reason
+        return self.carried(source, to, cast_of(source, to)), None
+
+    def _note_opaque(self, reason: str, made_of: Sequence[torch.Tensor]) -> None:
+        names = frozenset(name for tensor in made_of for name in self.names_in(tensor))
+        for name in names:
+            self.found.opaque.setdefault(name, reason)
+        if len(names) > 1:
+            self.found.together.append(names)
+
+
+_FILLS = (torch.ops.aten.fill_, torch.ops.aten.zero_)
+
+
+def _box(tensor: torch.Tensor) -> Box:
+    """The elements of a tensor in its storage, row by row."""
+    dims = [(n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+    sizes, strides = tuple(n for n, _ in dims), tuple(int(s) for _, s in dims)
+    zeros = (0,) * len(dims)
+    return Box(sizes, 0, zeros, int(tensor.storage_offset()), strides)

@@ -1,0 +1,152 @@
+"""Canonical bits of tensors that the engine does not store as such, kept in host memory beside it.
+
+Opaque tensors go whole through the native loader, which needs all their bits; tensors that the loader takes and stores
+nowhere still count in the digest. What the loader makes of opaque tensors is watched: the same bits must give the live
+ones, and nothing else may write there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deltarefit.elements import Elements
+from deltarefit.errors import IntegrityError
+from deltarefit.manifest import TORCH_NAMES, Catalog
+from deltarefit.targets.placing.recorder import Load
+from deltarefit.targets.placing.storages import Storage
+from deltarefit.tracing import tensors_in, written_arguments
+
+_Region = tuple[int, tuple[int, ...], tuple[int, ...], int]
+"""A view of a storage: its number, sizes, strides, offset."""
+
+
+class Shadows:
+    """Shadow bits of one rank, and the native loader for those of them that are opaque.
+
+    ``names`` are what the loader calls each tensor.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        storages: Sequence[Storage],
+        load: Load,
+        names: Sequence[Sequence[str]],
+    ) -> None:
+        self._catalog, self._load, self._names = catalog, load, names
+        self._storages = storages
+        self._groups: list[frozenset[int]] = []
+        self._bits: dict[int, Elements] = {}
+        self._stale: set[int] = set()
+        self._regions: dict[_Region, str] = {}
+
+    def keep(self, tensors: Iterable[int], groups: Sequence[frozenset[int]]) -> bool:
+        """Make room for these tensors, and let go of all others; whether any of them is new, and full of zeros.
+        ``groups``: opaque ones that the loader needs together."""
+        wanted = set(tensors)
+        new = not wanted <= self._bits.keys()
+        self._bits = {k: self._bits[k] if k in self._bits else _zeros(self._catalog, k) for k in sorted(wanted)}
+        self._groups = list(groups)
+        return new
+
+    def bits(self, tensor: int) -> Elements:
+        """All elements of one of them, shape (numel,), writable."""
+        return self._bits[tensor]
+
+    def touched(self, tensor: int) -> None:
+        """Its bits changed: if it is opaque, the loader has to take it again."""
+        self._stale.update(k for group in self._groups if tensor in group for k in group)
+
+    def load(self) -> None:
+        """Have the native loader take what was touched, and remember what it made."""
+        if not self._stale:
+            return
+        with _Watch(self._storages) as watch:
+            self._feed(self._stale)
+        self._stale = set()
+        self._regions |= {region: self._hash(region) for region in watch.regions}
+
+    def prove(self) -> list[int]:
+        """Opaque tensors whose shadow bits do not give what is live. The live weights are as before."""
+        wrong: list[int] = []
+        for group in self._groups:
+            with _Watch(self._storages, undo=True) as watch:
+                self._feed(group)
+            made = {region: self._hash(region) for region in watch.regions}
+            watch.take_back()
+            if all(self._hash(region) == found for region, found in made.items()):
+                self._regions |= made
+            else:
+                wrong += group
+        return wrong
+
+    def check(self) -> None:
+        """Raises ``IntegrityError`` if what the loader made of opaque tensors was written to by someone else."""
+        for region, expected in self._regions.items():
+            if self._hash(region) != expected:
+                name = self._storages[region[0]].names[0]
+                raise IntegrityError(f"{name} changed, and not by a refit", next_step="Restart the engine.")
+
+    def _feed(self, tensors: Iterable[int]) -> None:
+        with torch.no_grad():
+            self._load((name, self._tensor(k)) for name, k in sorted((n, k) for k in tensors for n in self._names[k]))
+
+    def _tensor(self, number: int) -> torch.Tensor:
+        """A copy: loaders may write to what they are given."""
+        entry = self._catalog.tensors[number]
+        dtype = getattr(torch, TORCH_NAMES[entry.dtype])
+        return torch.from_numpy(self._bits[number].view(np.uint8).copy()).view(dtype).reshape(entry.shape)
+
+    def _hash(self, region: _Region) -> str:
+        number, sizes, strides, offset = region
+        view = self._storages[number].integers().as_strided(sizes, strides, offset)
+        return hashlib.sha256(view.contiguous().cpu().numpy().tobytes()).hexdigest()
+
+
+def _zeros(catalog: Catalog, tensor: int) -> Elements:
+    entry = catalog.tensors[tensor]
+    return np.zeros(entry.numel, f"<u{entry.width}")
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets everything happen, and notes where live storages were written; with ``undo``, what was there before."""
+
+    def __init__(self, storages: Sequence[Storage], *, undo: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._live = {storage.pointer: number for number, storage in enumerate(storages)}
+        self._storages, self._undo = storages, undo
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.regions: dict[_Region, None] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func._schema.is_mutable:
+            for tensor in self._written(func, args, kwargs or {}):
+                self._note(tensor)
+        return func(*args, **(kwargs or {}))
+
+    def _written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+        for tensor in tensors_in(written_arguments(func._schema, args, kwargs)):
+            if not tensor.is_meta and tensor.numel() and tensor.untyped_storage().data_ptr() in self._live:
+                yield tensor
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        number = self._live[tensor.untyped_storage().data_ptr()]
+        region = (number, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+        self.regions[region] = None
+        if self._undo:
+            view = self._storages[number].integers().as_strided(*region[1:])
+            self._before.append((view, view.clone()))
+
+    def take_back(self) -> None:
+        """Undo all writes, the last one first."""
+        with torch.inference_mode():  # the views may have been made in it
+            for view, before in reversed(self._before):
+                view.copy_(before)
