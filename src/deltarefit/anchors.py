@@ -14,11 +14,12 @@ from deltarefit.affine.coverage import check_segments
 from deltarefit.codec import ALL, SET, Delta, check_object, open_payload
 from deltarefit.errors import AlreadyExistsError, FormatError, UnavailableError, UsageError
 from deltarefit.events import Emit, Event
+from deltarefit.landing import Landing
 from deltarefit.manifest import Anchor, Catalog, FileRef, PayloadRef
 from deltarefit.pieces import Rows, piece_with
+from deltarefit.ports import LiveTarget, Target
 from deltarefit.records import Digest
 from deltarefit.runlog import RunLog, anchor_prefix
-from deltarefit.weights import Weights
 
 
 def seal_anchor(
@@ -57,20 +58,23 @@ def _read_file(log: RunLog, version: int, ref: FileRef) -> bytes:
     return log.fetch(f"{anchor_prefix(version)}file/{ref.sha256}", check)
 
 
-def load_anchor(log: RunLog, anchor: Anchor, weights: Weights, emit: Emit) -> None:
-    """Set every element of ``weights`` from the anchor; bytes are durable on return. Proving them is the caller's."""
-    weights.target.seed(log.catalog, read_files(log, anchor))
+def load_anchor(log: RunLog, anchor: Anchor, target: Target | LiveTarget, landing: Landing, emit: Emit) -> None:
+    """Set every element of ``target`` from the anchor; bytes are durable on return. Proving them is the caller's."""
+    target.seed(log.catalog, read_files(log, anchor))
     coverage = _Coverage(log.catalog)
     total, done = sum(ref.size for ref in anchor.payloads), 0
     for ref in anchor.payloads:
-        key = f"{anchor_prefix(anchor.version)}pl/{ref.sha256}"
-        deltas = log.fetch(key, partial(open_payload, ref=ref, catalog=log.catalog))
+        data, deltas = log.fetch(f"{anchor_prefix(anchor.version)}pl/{ref.sha256}", partial(_opened, log, ref))
         coverage.add(deltas)
-        weights.apply(deltas)
+        landing.fill(ref, data, deltas)
         done += ref.size
         emit(Event("progress", "seed", anchor.version, done=done, total=total))
     coverage.finish()
-    weights.target.flush()
+    landing.flush()
+
+
+def _opened(log: RunLog, ref: PayloadRef, data: bytes) -> tuple[bytes, list[Delta]]:
+    return data, open_payload(data, ref, log.catalog)
 
 
 class _Coverage:

@@ -1,6 +1,7 @@
-"""Does this store keep its promises here? ``check_store`` runs ``StoreContract`` on a user's own store.
+"""Does this store keep its promises here? ``check_store`` runs ``StoreContract`` on a user's own store. Can this engine
+be refitted? ``report_of`` says how each tensor of a run reaches it.
 
-It matters before more than one publisher works on a run: a store that ignores the condition of a create lets
+The first matters before more than one publisher works on a run: a store that ignores the condition of a create lets
 two of them commit different bits under one version.
 """
 
@@ -19,9 +20,11 @@ from dataclasses import dataclass
 from typing import IO
 
 from deltarefit.errors import AlreadyExistsError, RefitError
+from deltarefit.manifest import Catalog
 from deltarefit.ports import Store
 from deltarefit.stores import open_store
 from deltarefit.stores.wrappers import Prefixed
+from deltarefit.targets.ranks import Row
 from deltarefit.testing import StoreContract, check, check_bytes
 
 _PROCESSES = 16
@@ -174,6 +177,36 @@ def race_worker() -> None:
                 continue
         sys.stdout.write(json.dumps(won) + "\n")
         sys.stdout.flush()
+
+
+# ------------------------------------------------------------------------------------------ engines
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How tensors reach one rank, or several, by one mode: ``tensors`` names them, ``reasons`` are why."""
+
+    mode: str
+    tensors: tuple[str, ...]
+    elements: int
+    reasons: tuple[str, ...]
+    ranks: dict[int, int]
+    """How many of the tensors reach each rank."""
+
+
+def report_of(rows: Sequence[Row], catalog: Catalog, ranks: int) -> list[Placement]:
+    """The plan of an engine (``RankGroup.report``) by mode, the most usual first."""
+    modes: dict[str, list[Row]] = {}
+    for row in rows:
+        modes.setdefault(row.mode, []).append(row)
+    found = []
+    for mode, mine in modes.items():
+        names = tuple(row.tensor for row in mine)
+        elements = sum(catalog.tensors[catalog.index[name]].numel for name in names)
+        reasons = tuple(dict.fromkeys(row.reason for row in mine if row.reason))
+        counts = {rank: sum(rank in row.ranks for row in mine) for rank in range(ranks)}
+        found.append(Placement(mode, names, elements, reasons, counts))
+    return sorted(found, key=lambda placement: -len(placement.tensors))
 
 
 def _sha256(data: bytes) -> str:

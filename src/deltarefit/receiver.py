@@ -15,19 +15,22 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from deltarefit.anchors import load_anchor
-from deltarefit.errors import BaseMismatch, IntegrityError, NotFoundError
+from deltarefit.errors import BaseMismatch, DigestMismatch, IntegrityError, NotFoundError, UnavailableError
 from deltarefit.events import Emit, Event, ignore
-from deltarefit.manifest import Header, State
-from deltarefit.ports import Store, Target
+from deltarefit.manifest import Anchor, Header, State
+from deltarefit.ports import LiveTarget, Store, Target
 from deltarefit.protocol import messages as m
 from deltarefit.protocol.follower import Follower, Phase
 from deltarefit.runlog import RunLog
 from deltarefit.staging import Staging
-from deltarefit.weights import Weights
 
 T = TypeVar("T")
 STOPS = (m.ReadAttempt, m.AwaitAttempt, m.FindAnchor, m.LoadAnchor, m.Stage)
 """Actions before which ``follow`` may stop: never between a pause and its resume, unless there is nothing to use."""
+IN_PAUSE = ("quiesce", "seed", "write", "verify")
+"""Phases of a refit that users of the weights wait for, before CLEAN; ``resume`` and what the target reports follow."""
+WATCH_S = 1.0
+"""Between looks whether a live target is still there, while there is nothing to do."""
 
 
 class Receiver:
@@ -35,13 +38,14 @@ class Receiver:
 
     ``poll_s`` is the wait between looks at the log. ``prove`` has the whole target read once at the start, and taken
     for lost if its bits are not those that its header claims. A target that holds weights of another run is refused,
-    untouched, unless ``switch_run`` says that they may be replaced.
+    untouched, unless ``switch_run`` says that they may be replaced. So is a live target without a header whose bits
+    are neither a version of the run nor the checkpoint that it was started from.
     """
 
     def __init__(
         self,
         store: Store,
-        target: Target,
+        target: Target | LiveTarget,
         *,
         emit: Emit = ignore,
         threads: int | None = None,
@@ -56,13 +60,13 @@ class Receiver:
         self._switch_run = switch_run
         self._emit = emit
         self._pool = ThreadPoolExecutor(threads or os.cpu_count() or 1, thread_name_prefix="refit")
-        self._weights = Weights(target, self.log.run, self.log.catalog, self._pool)
-        self._staging = Staging(self.log, self._weights, emit)
+        self._staging = Staging(self.log, target, self._pool, emit)
         self._stop: Callable[[], bool] = lambda: False
         self._machine = self._new_machine()
         self._started = False
         self._queue: deque[m.Action] = deque()
         self._timings: dict[str, float] = {}
+        self._pause_timings: dict[str, float] = {}
         self._paused_at = 0.0
         self._diverged = 0
 
@@ -103,10 +107,16 @@ class Receiver:
         self._queue.clear()
         self._staging.forget()
         self._timings.clear()
+        self._pause_timings.clear()
         self._paused_at = 0.0
-        header = self._read_header()
-        if header is not None and header.state is State.CLEAN and not lost:
-            self.target.resume()
+        try:
+            header = self._read_header()
+            if header is not None and header.state is State.CLEAN and not lost:
+                self.target.resume()
+        except UnavailableError:
+            if not isinstance(self.target, LiveTarget):
+                raise
+            # Its weights are gone, or out of reach: nothing to resume, and what led here says more.
 
     def close(self) -> None:
         """Let go of the threads. The target is left as it is."""
@@ -117,6 +127,8 @@ class Receiver:
     def _begin(self) -> None:
         """Start from the header, or go on where an earlier ``follow`` ended: with a fresh look instead of a wait."""
         if not self._started:
+            if isinstance(self.target, LiveTarget):
+                self.target.attach(self.log.run, self.log.catalog)
             self._feed(m.HeaderRead(self._believable_header()))
             self._started = True
         if self._queue and isinstance(waiting := self._queue[0], m.AwaitAttempt):
@@ -164,15 +176,42 @@ class Receiver:
                 next_step=step + "follow --switch-run, Receiver(switch_run=True).",
             )
         ours = (self.log.run, self.log.catalog.identity)
+        if isinstance(self.target, LiveTarget) and (header is None or header.catalog != ours[1]):
+            return self._adopted(self.target)
         if header is None or header.state is not State.CLEAN or (header.run, header.catalog) != ours or not self.prove:
             return header
         started = time.perf_counter()
-        found = self._weights.digest()
+        try:
+            found = self._staging.landing.digest()
+        except DigestMismatch as error:
+            self._say("diverged", version=header.version, text=str(error))
+            return None
         self._say("proven", "prove", header.version, seconds=time.perf_counter() - started)
         if found == header.digest:
             return header
         self._say("diverged", version=header.version, text="live bits differ from the header's digest")
         return None
+
+    def _adopted(self, target: LiveTarget) -> Header | None:
+        """A live target that has no header: nothing is written before its bits prove that every tensor lies where
+        ``attach`` found it. A version that the chain leads on from is adopted as it is."""
+        found = target.digest()
+        version = self.log.find_version(found)
+        if version is None and found != target.proof():
+            raise BaseMismatch(
+                "the live weights are neither a version of this run nor the checkpoint that the engine was started "
+                "from",
+                found=found,
+                next_step="Start the engine from a checkpoint of the model. Nothing was written.",
+            )
+        anchor = self.log.newest_anchor()
+        if version is None or (anchor is not None and anchor[0].version > version.attempt):
+            return None
+        ours = self._machine
+        header = Header(ours.run, ours.catalog, State.CLEAN, version.attempt, 0, found, 0, ours.incarnation)
+        target.write_header(header)
+        self._say("adopted", version=version.attempt)
+        return header
 
     def _say(self, type_: str, phase: str = "", version: int = 0, **rest: object) -> None:
         self._emit(Event(type_, phase, version, **rest))  # type: ignore[arg-type]
@@ -195,8 +234,14 @@ class Receiver:
 
     def _do_AwaitAttempt(self, action: m.AwaitAttempt) -> m.Event:  # noqa: N802
         deadline = time.monotonic() + self.poll_s
-        while (left := deadline - time.monotonic()) > 0 and not self._stop():
-            time.sleep(min(left, 0.05))
+        while True:
+            if isinstance(self.target, LiveTarget):
+                self.target.watch()
+            watch_at = time.monotonic() + WATCH_S
+            while (left := min(deadline, watch_at) - time.monotonic()) > 0 and not self._stop():
+                time.sleep(min(left, 0.05))
+            if self._stop() or time.monotonic() >= deadline:
+                break
         return m.AttemptRead(self.log.attempt(action.number))
 
     def _do_FindAnchor(self, action: m.FindAnchor) -> m.Event:  # noqa: N802
@@ -207,9 +252,11 @@ class Receiver:
 
     def _do_LoadAnchor(self, action: m.LoadAnchor) -> m.Event:  # noqa: N802
         anchor = action.anchor
-        self._timed("seed", anchor.version, lambda: load_anchor(self.log, anchor, self._weights, self._emit))
-        digest = self._weights.digest()
-        return m.AnchorLoaded(digest)
+        self._timed("seed", anchor.version, lambda: self._load(anchor))
+        return m.AnchorLoaded(self._staging.landing.digest())
+
+    def _load(self, anchor: Anchor) -> None:
+        load_anchor(self.log, anchor, self.target, self._staging.landing, self._emit)
 
     def _do_FinishSeed(self, action: m.FinishSeed) -> None:  # noqa: N802
         self.target.finish_seed()
@@ -218,17 +265,24 @@ class Receiver:
         self.target.write_header(action.header)
         if action.header.state is State.CLEAN:
             self._say("clean", version=action.header.version, fields=dict(self._timings))
+            self._pause_timings = {name: self._timings[name] for name in IN_PAUSE if name in self._timings}
             self._timings.clear()
 
     def _do_Pause(self, action: m.Pause) -> None:  # noqa: N802
         self._paused_at = time.perf_counter()
-        self.target.pause()
+        self._timed("quiesce", self.version, self.target.pause)
 
     def _do_Resume(self, action: m.Resume) -> None:  # noqa: N802
-        self.target.resume()
-        if self._paused_at:
-            self._say("resumed", "pause", self.version, seconds=time.perf_counter() - self._paused_at)
-        self._paused_at = 0.0
+        if not self._paused_at:
+            self.target.resume()
+            return
+        self._timed("resume", self.version, self.target.resume)
+        pause = time.perf_counter() - self._paused_at
+        parts: dict[str, float] = getattr(self.target, "timings", {})  # of the resume, as far as the target tells
+        resume = max(0.0, self._timings.pop("resume") - sum(parts.values()))
+        spent = {**self._pause_timings, **parts, "resume": resume, "pause": pause}
+        self._say("resumed", "pause", self.version, seconds=pause, fields=spent)
+        self._pause_timings, self._paused_at = {}, 0.0
 
     def _do_DropStage(self, action: m.DropStage) -> None:  # noqa: N802
         self._staging.drop()
@@ -252,5 +306,11 @@ class Receiver:
         attempt = action.attempt
         if not self._staging.can_write(attempt, action.ops):
             return m.ValuesLost()
-        self._timed("write", attempt.number, lambda: self._staging.write(attempt, action.ops))
+        try:
+            self._timed("write", attempt.number, lambda: self._staging.write(attempt, action.ops))
+        except IntegrityError as error:
+            if not isinstance(self.target, LiveTarget):
+                raise
+            self._say("torn", version=attempt.number, text=str(error))  # a rank holds neither old nor new bits
+            return m.ValuesLost()
         return m.Written(self._timed("verify", attempt.number, lambda: self._staging.live(attempt)))

@@ -15,7 +15,7 @@ from deltarefit.errors import AlreadyExistsError, BaseMismatch, FormatError, Int
 from deltarefit.manifest import Anchor, Catalog, Hint, Intent, Outcome, ProducerManifest, Run, TensorEntry
 from deltarefit.ports import Store
 from deltarefit.protocol.messages import Attempt, check_attempt
-from deltarefit.records import Record
+from deltarefit.records import Digest, Record
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
@@ -23,6 +23,8 @@ T = TypeVar("T")
 RUN, HINT = "run", "head"
 LATE_VISIBILITY_S = 10.0
 """How long a record that must exist may stay invisible before that is called an error (F13)."""
+MOST_SEARCHED = 1000
+"""Most versions that are compared with a digest whose version is not known."""
 
 
 def attempt_key(number: int, name: str) -> str:
@@ -183,6 +185,16 @@ class RunLog:
             state = "open" if attempt.open else "aborted" if attempt.intent else "not there"
             raise NotFoundError(f"version {number} is not committed", found=f"attempt {number} is {state}")
         return attempt
+
+    def find_version(self, digest: Digest, most: int = MOST_SEARCHED) -> Outcome | None:
+        """The newest version that has this digest, among the ``most`` newest; None if none has."""
+        head = self.head()
+        outcome = head.outcome if head else None
+        for _ in range(most):
+            if outcome is None or outcome.digest == digest:
+                return outcome
+            outcome = self.read(Outcome, attempt_key(outcome.base, "outcome")) if outcome.base else None
+        return None
 
     def anchor(self, version: int) -> Anchor | None:
         """The anchor record of ``version``, if it was written."""

@@ -1,115 +1,87 @@
-"""One attempt's payloads on their way into a target: fetch, check, spool, sum, write, sum again.
+"""One attempt's payloads on their way into a target: fetch, check, stage, write, sum again.
 
-While generation goes on, ``stage`` puts every payload into the spool together with the absolute values it leads to.
-After COMMIT, ``write`` needs nothing but the spool: a payload that a killed agent left torn is set to those values.
+While generation goes on, ``stage`` has every payload kept where the weights are, with all that a write needs. After
+COMMIT, ``write`` needs nothing else: a payload that a killed agent left torn is set to absolute values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-from deltarefit.codec import Delta, open_payload
+from deltarefit.codec import Delta
 from deltarefit.errors import IntegrityError, NotFoundError
 from deltarefit.events import Emit, Event
+from deltarefit.landing import landing_on
 from deltarefit.manifest import PayloadRef
+from deltarefit.ports import LiveTarget, Target
 from deltarefit.protocol.messages import Attempt, Op, Sums
 from deltarefit.records import Digest
 from deltarefit.runlog import RunLog, payload_prefix
-from deltarefit.weights import Weights
-
-KEPT_BYTES = 128 << 20
-"""Decoded payloads kept between staging and writing, so that the pause does not pay for decoding them again."""
-VALUES = ".5e7"
-"""Ending of the spool entry that holds a payload's absolute values (spool names are hex: read it as "set")."""
 
 
 class Staging:
     """Payload operations of one receiver. What may be done when is the protocol's business."""
 
-    def __init__(self, log: RunLog, weights: Weights, emit: Emit) -> None:
-        self._log, self._weights, self._emit = log, weights, emit
-        self._spool = weights.target.spool
-        self._kept: dict[str, list[Delta]] = {}
-        self._room = KEPT_BYTES
+    def __init__(self, log: RunLog, target: Target | LiveTarget, pool: ThreadPoolExecutor, emit: Emit) -> None:
+        self._log, self._emit = log, emit
+        self.landing = landing_on(target, log, pool, self._again)
+        self._attempt = 0
 
     def stage(self, attempt: Attempt) -> tuple[Sums, ...]:
-        """All payloads into the spool; per payload the sums of the live bits now and as they will be."""
-        refs = attempt.payloads
+        """All payloads kept beside the weights; per payload the sums of the live bits now and as they will be."""
+        self._attempt, refs = attempt.number, attempt.payloads
         total, sums = sum(ref.size for ref in refs), []
         for number, ref in enumerate(refs, 1):
-            sums.append(self._stage_one(attempt.number, ref))
+            sums.append(self.landing.stage(ref, *self._fetch(ref)))
             done = sum(before.size for before in refs[:number])
             self._emit(Event("progress", "stage", attempt.number, done=done, total=total))
         return tuple(sums)
 
-    def _stage_one(self, attempt: int, ref: PayloadRef) -> Sums:
-        deltas, data = self._fetch(attempt, ref)
-        pre, post, values = self._weights.preview(deltas)
-        self._spool.put(ref.sha256, data)
-        self._spool.put(ref.sha256 + VALUES, values)
-        size = sum(delta.nbytes for delta in deltas)
-        if size <= self._room:
-            self._room -= size
-            self._kept[ref.sha256] = deltas
-        return Sums(pre, post)
-
     def live(self, attempt: Attempt) -> tuple[Digest, ...]:
         """Per payload the sums of the live bits at its positions."""
-        return tuple(self._weights.sums(self._deltas(attempt.number, ref)) for ref in attempt.payloads)
+        self._attempt = attempt.number
+        return tuple(self.landing.live(ref) for ref in attempt.payloads)
 
     def can_write(self, attempt: Attempt, ops: Sequence[Op]) -> bool:
-        """Whether the spool has the absolute values of every payload that must be set."""
+        """Whether the absolute values of every payload that must be set are still kept."""
+        self._attempt = attempt.number
         pairs = zip(attempt.payloads, ops, strict=True)
-        return all(op is not Op.SET or self._values(attempt.number, ref) is not None for ref, op in pairs)
+        return all(op is not Op.SET or self.landing.can_set(ref) for ref, op in pairs)
 
     def write(self, attempt: Attempt, ops: Sequence[Op]) -> None:
         """Apply, skip or set each payload; all of it is durable on return."""
+        self._attempt = attempt.number
         for ref, op in zip(attempt.payloads, ops, strict=True):
-            if op is Op.APPLY:
-                self._weights.apply(self._deltas(attempt.number, ref))
-            elif op is Op.SET:
-                self._say("torn", attempt.number, f"payload {ref.sha256[:12]} was torn: setting absolute values")
-                values = self._values(attempt.number, ref) or b""
-                self._weights.set(self._deltas(attempt.number, ref), values)
-        self._weights.target.flush()
+            if op is Op.SET:
+                self._say("torn", f"payload {ref.sha256[:12]} was torn: setting absolute values")
+            self.landing.write(ref, op)
+        self.landing.flush()
 
     def forget(self) -> None:
-        """Drop what is kept in memory; the spool stays."""
-        self._kept.clear()
-        self._room = KEPT_BYTES
+        """Drop what is kept in memory; what lives as long as the weights stays."""
+        self.landing.forget()
 
     def drop(self) -> None:
-        """The attempt is done with: empty the spool, too."""
-        self.forget()
-        self._spool.clear()
+        """The attempt is done with: nothing of it is kept any more."""
+        self.landing.drop()
 
-    def _values(self, attempt: int, ref: PayloadRef) -> bytes | None:
-        """The absolute values of a staged payload, or None if the spool does not have them whole."""
-        values = self._spool.get(ref.sha256 + VALUES)
-        size = sum(delta.count * delta.width for delta in self._deltas(attempt, ref))
-        return values if values is not None and len(values) == size else None
+    def _again(self, ref: PayloadRef, why: str) -> tuple[bytes, list[Delta]]:
+        """``landing.Again``: a payload of the attempt at hand from the store once more."""
+        if why:
+            self._say("refetch", why)
+        return self._fetch(ref)
 
-    def _deltas(self, attempt: int, ref: PayloadRef) -> list[Delta]:
-        """A staged payload: from memory, else from the spool, else from the store."""
-        if (kept := self._kept.get(ref.sha256)) is not None:
-            return kept
-        data = self._spool.get(ref.sha256)
-        if data is not None:
-            try:
-                return open_payload(data, ref, self._log.catalog)
-            except IntegrityError as error:
-                self._say("refetch", attempt, f"damaged in the spool: {error}")
-        return self._fetch(attempt, ref)[0]
-
-    def _fetch(self, attempt: int, ref: PayloadRef) -> tuple[list[Delta], bytes]:
+    def _fetch(self, ref: PayloadRef) -> tuple[bytes, list[Delta]]:
         """A payload from the store, fetched a second time if the first copy is damaged (F15)."""
+        attempt = self._attempt
         key = payload_prefix(attempt) + ref.sha256
         step = f"Restore {key}, or where a baseline holds the head: deltarefit anchor STORE."
         try:
             return self._log.fetch(
                 key,
-                lambda data: (open_payload(data, ref, self._log.catalog), data),
-                lambda error: self._say("refetch", attempt, f"fetching again for version {attempt}: {error.what}"),
+                lambda data: (data, self.landing.opened(ref, data)),
+                lambda error: self._say("refetch", f"fetching again for version {attempt}: {error.what}"),
             )
         except NotFoundError as error:
             raise IntegrityError(f"version {attempt} has lost a payload", expected=key, next_step=step) from error
@@ -117,5 +89,5 @@ class Staging:
             what = f"version {attempt}: {error.what}"
             raise type(error)(what, expected=error.expected, found=error.found, next_step=step) from error
 
-    def _say(self, type_: str, attempt: int, text: str) -> None:
-        self._emit(Event(type_, version=attempt, text=text))
+    def _say(self, type_: str, text: str) -> None:
+        self._emit(Event(type_, version=self._attempt, text=text))

@@ -18,21 +18,28 @@ import torch
 VOCAB = 131
 SPREAD = 0.2
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-_COMMON = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 256, **_TOKENS}
+_COMMON = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 2048, **_TOKENS}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 _DENSE = {**_COMMON, **_HEADS, "intermediate_size": 96, "initializer_range": SPREAD, "tie_word_embeddings": False}
 # Families whose heads are hidden size / heads.
 _WIDE = {**{key: value for key, value in _DENSE.items() if key != "head_dim"}, "hidden_size": 128}
 _MLA = {
     **{key: value for key, value in _DENSE.items() if key != "head_dim"}, "num_key_value_heads": 4,
-    "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    # vLLM's CPU kernel for latent attention takes 512 + 64 only.
+    "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32,
     "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
     "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    # SGLang reads this, and on a CPU it knows rotary embeddings of these families with yarn only.
+    "moe_layer_freq": 1,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 1024,
+        "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
 }  # fmt: skip
 
 
 def save(name: str, directory: Path, seed: int = 0) -> Path:
-    """Write the model ``name``, one of ``MODELS``, with the weights of ``seed`` into ``directory``, which it returns."""
+    """Write the model ``name``, one of ``MODELS``, with the weights of ``seed`` into ``directory``; returns that."""
     build(name, seed).save_pretrained(directory)
     _amend(directory / "config.json")
     return directory
@@ -49,15 +56,14 @@ def build(name: str, seed: int = 0) -> Any:
 
 
 def _spread_everything(model: torch.nn.Module) -> None:
-    """Norms and biases start as ones and zeros; equal elements would hide one that landed in the wrong place."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() < 2:
-                parameter.add_(torch.randn(parameter.shape) * 0.05)
+    """Norms, biases and router corrections start as ones or zeros: equal elements would hide a misplaced one."""
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point() and (tensor.dim() < 2 or bool((tensor == tensor.flatten()[0]).all())):
+            tensor.add_(torch.randn(tensor.shape) * 0.05)
 
 
 def _amend(config: Path) -> None:
-    """No ``generation_config.json`` end token may stop a greedy run early, so there is none; engines ask for a dtype."""
+    """No end token of ``generation_config.json`` may stop a run early, so there is none; engines ask for a dtype."""
     fields = json.loads(config.read_text())
     fields["dtype"] = "bfloat16"
     config.write_text(json.dumps(fields, indent=2))
@@ -155,8 +161,9 @@ def _qwen3_next() -> Any:
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     linear = {
-        "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
-        "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"],
+        # vLLM's CPU kernel for gated delta rules takes heads of 128 only.
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"],
     }  # fmt: skip
     experts = {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
@@ -168,12 +175,12 @@ def _qwen3_next() -> Any:
 def _gpt2() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCAB, n_positions=256, n_embd=128, n_layer=2, n_head=4, initializer_range=SPREAD, **_TOKENS,
-            activation_function="gelu",
-        )  # fmt: skip
-    )
+    sizes = {"vocab_size": VOCAB, "n_positions": 2048, "n_embd": 128, "n_layer": 2, "n_head": 4}
+    # A CPU engine has no kernel for gelu_new, the default.
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **_TOKENS, initializer_range=SPREAD, activation_function="gelu"))
+    # The head is this embedding: at full size every token is followed by itself, whatever the layers say.
+    model.transformer.wte.weight.data.mul_(0.1)
+    return model
 
 
 def _gemma3() -> Any:
@@ -215,3 +222,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gemma3": _gemma3,
     "qwen3-vl": _qwen3_vl,
 }
+
+# Keyword arguments that vLLM needs for a model besides those for all. Without images it makes no vision tower: the
+# processor of images needs a tokenizer and packages that an environment for CPUs has not.
+VLLM_OPTIONS: dict[str, dict[str, Any]] = {"qwen3-vl": {"limit_mm_per_prompt": {"image": 0, "video": 0}}}

@@ -1,4 +1,4 @@
-"""The C++ kernel: scan, encode, validate, apply and digest on integer views (docs/format.md §4-5)."""
+"""The C++ kernel: scan, encode, validate, apply, place and digest on integer views (docs/format.md §4-5)."""
 
 from deltarefit._kernel._native import (
     apply,
@@ -12,6 +12,11 @@ from deltarefit._kernel._native import (
     level,
     levels,
     pieces,
+    place_apply,
+    place_decode,
+    place_digest,
+    place_preview,
+    place_sums,
     preview,
     sums,
     use_level,
@@ -30,6 +35,11 @@ __all__ = [
     "level",
     "levels",
     "pieces",
+    "place_apply",
+    "place_decode",
+    "place_digest",
+    "place_preview",
+    "place_sums",
     "preview",
     "sums",
     "use_level",

@@ -13,6 +13,16 @@ tensor. *Slices* are that delta's arrays, in this order: gap planes, run planes,
 and escape planes; each plane list is low planes first, chain last; arrays that do not apply are left out (``pieces``
 names them). ``first`` is the row-major index in ``array`` of the first position that the delta covers; with ``low``
 that position in the tensor, position g lies at index first + (g - low).
+
+*Boxes* say which canonical positions of one tensor a *storage* (contiguous, of one dimension) holds, and where: an
+int64 array of shape (n, 2 + 3 * D), D <= 6, C-contiguous, whose row (canonical offset, storage offset, size_0,
+canonical stride_0, storage stride_0, ...) carries the element (i_0, i_1, ...) with 0 <= i_k < size_k from canonical
+position canonical offset + sum of i_k * canonical stride_k to storage offset + sum of i_k * storage stride_k; all in
+elements. Canonical strides are positive, descend and nest strictly (each is larger than the reach of all digits after
+it), storage strides are of any sign; strides of a digit of size 1 do not matter. Boxes of one table must be disjoint
+on both sides, which is not checked: where they overlap, results are wrong but memory is safe. With ``shift`` 16 (else
+0) the tensor's elements of two bytes lie in the upper halves of a uint32 storage; that the lower halves are zero is
+checked wherever they are read. Listed positions outside all boxes are skipped.
 """
 
 from collections.abc import Sequence
@@ -25,6 +35,7 @@ Array = npt.NDArray[np.unsignedinteger[Any]]
 Record = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int]
 Rows = tuple[int, int, int, int]
 Lanes = tuple[int, int]
+Boxes = npt.NDArray[np.int64]
 Slices = Sequence[bytes | memoryview | npt.NDArray[np.uint8]]
 
 def levels() -> list[str]:
@@ -88,3 +99,24 @@ def preview(record: Record, slices: Slices, array: Array, key: int, first: int =
 
 def digest(array: Array, start: int, key: int, rows: Rows = (0, 0, 0, 0)) -> Lanes:
     """Digest sums of a whole array whose element 0 is element ``start`` of the piece that ``rows`` enumerates."""
+
+def place_apply(record: Record, slices: Slices, storage: Array, boxes: Boxes, shift: int = 0) -> int:
+    """Write the delta's operation into ``storage``, once per listed position that the boxes hold; how many those are.
+    SET does not read the storage."""
+
+def place_sums(record: Record, slices: Slices, storage: Array, boxes: Boxes, key: int, shift: int = 0) -> Lanes:
+    """Digest sums, by canonical position and value, of the live values at the listed positions that the boxes hold."""
+
+def place_preview(
+    record: Record, slices: Slices, storage: Array, boxes: Boxes, key: int, shift: int = 0
+) -> tuple[Lanes, Lanes]:
+    """(``place_sums`` now, the same as they will be after ``place_apply``), without writing."""
+
+def place_digest(storage: Array, boxes: Boxes, key: int, shift: int = 0) -> Lanes:
+    """Digest sums, by canonical position and value, of every element that the boxes hold."""
+
+def place_decode(
+    record: Record, slices: Slices, boxes: Boxes
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], Array]:
+    """(positions in the tensor, storage offsets, values as of ``decode``) of the listed positions that the boxes hold,
+    by ascending position. ValueError if the slices change meanwhile."""

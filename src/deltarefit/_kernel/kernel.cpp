@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 
 #include "dispatch.hpp"
+#include "kernel_placed.hpp"
 #include "python_args.hpp"
 #include "record.hpp"
 
@@ -18,29 +19,6 @@ struct PairArg {
   PairArg(nb::handle o, nb::handle n) : older(o, "old", ArrayArg::kRead), newer(n, "new", ArrayArg::kRead) {
     raise_unless_ok(collapse_pair(older.view, newer.view));
   }
-};
-
-// Runs `work` without the GIL and raises what it returns.
-template <class Work>
-void without_gil(Work work) {
-  Status status;
-  {
-    nb::gil_scoped_release release;
-    status = work();
-  }
-  raise_unless_ok(status);
-}
-
-// A record and its slices; sizes are checked here, bytes by validate.
-struct DeltaArg {
-  Record record;
-  SliceArgs slices;
-  Pieces pieces;
-
-  DeltaArg(nb::handle record_tuple, nb::handle sequence) : record(record_from(record_tuple)), slices(sequence) {
-    raise_unless_ok(attach_slices(record, slices.items, slices.count, pieces));
-  }
-  u32 width() const { return Code::unpack(record.code).width(); }
 };
 
 // A delta and the array it belongs to. Before an array is written, the whole delta is validated; readers find errors
@@ -255,4 +233,5 @@ NB_MODULE(_native, m) {
   m.def("sums", &dr::sums, "record"_a, "slices"_a, "array"_a, "key"_a, "first"_a = 0);
   m.def("preview", &dr::preview, "record"_a, "slices"_a, "array"_a, "key"_a, "first"_a = 0);
   m.def("digest", &dr::digest, "array"_a, "start"_a, "key"_a, "rows"_a = flat);
+  dr::add_placed(m);
 }

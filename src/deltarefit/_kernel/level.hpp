@@ -1,6 +1,7 @@
 // What one instruction level offers: the whole core as a table of functions, compiled once per level.
 #pragma once
 
+#include "boxes.hpp"
 #include "memory.hpp"
 #include "types.hpp"
 #include "view.hpp"
@@ -28,6 +29,17 @@ struct Job {
   u64 first;
 };
 
+// A storage that holds what the boxes say, and the delta of a tensor whose positions they carry there, if there is
+// one. `widened`: elements of two bytes lie in the upper halves of four, whose lower halves are zero.
+struct PlacedJob {
+  const Record* record;
+  const Pieces* pieces;
+  const Boxes* boxes;
+  u8* data;
+  u32 width;  // of the canonical elements
+  bool widened;
+};
+
 struct Level {
   const char* name;
 
@@ -50,6 +62,15 @@ struct Level {
   Status (*sums)(const Job& job, u64 key, Lanes& out);
   Status (*preview)(const Job& job, u64 key, Lanes& before, Lanes& after, u8* values);
   Lanes (*digest)(const View& array, const Place& place);
+
+  // Listed positions that no box holds are skipped. place_validate is validate, and what place_apply would read.
+  Status (*place_validate)(const PlacedJob& job);
+  Status (*place_apply)(const PlacedJob& job, u64& hits);
+  Status (*place_sums)(const PlacedJob& job, u64 key, Lanes& out);
+  Status (*place_preview)(const PlacedJob& job, u64 key, Lanes& before, Lanes& after);
+  Status (*place_digest)(const PlacedJob& job, u64 key, Lanes& out);
+  // By ascending position; only counts where `positions` is null, else `hits` says for how many there is room.
+  Status (*place_decode)(const PlacedJob& job, u64& hits, u64* positions, u64* offsets, u8* values);
 };
 
 namespace portable {

@@ -15,6 +15,10 @@
 #include "encode.hpp"
 #include "unpack.hpp"
 #include "apply.hpp"
+#include "place_find.hpp"
+#include "place.hpp"
+#include "place_apply.hpp"
+#include "place_digest.hpp"
 
 namespace deltarefit::DR_LEVEL {
 namespace {
@@ -119,11 +123,46 @@ Lanes digest(const View& array, const Place& place) {
   return by_width(array.width, [&](auto w) { return digest_as<decltype(w)>(array, place); });
 }
 
+// Calls f with the element types of the canonical tensor and of the storage.
+template <class F>
+inline Status by_placed(const PlacedJob& job, F f) {
+  if (job.widened) return f(u16(), u32());
+  return by_width(job.width, [&](auto w) { return f(w, w); });
+}
+
+Status place_validate(const PlacedJob& job) {
+  return by_placed(job, [&](auto w, auto s) { return place_validate_as<decltype(w), decltype(s)>(job); });
+}
+
+Status place_apply(const PlacedJob& job, u64& hits) {
+  return by_placed(job, [&](auto w, auto s) { return place_apply_as<decltype(w), decltype(s)>(job, hits); });
+}
+
+Status place_sums(const PlacedJob& job, u64 key, Lanes& out) {
+  return by_placed(job, [&](auto w, auto s) { return place_sums_as<decltype(w), decltype(s)>(job, key, out); });
+}
+
+Status place_preview(const PlacedJob& job, u64 key, Lanes& before, Lanes& after) {
+  return by_placed(
+      job, [&](auto w, auto s) { return place_preview_as<decltype(w), decltype(s)>(job, key, before, after); });
+}
+
+Status place_digest(const PlacedJob& job, u64 key, Lanes& out) {
+  return by_placed(job, [&](auto w, auto s) { return place_digest_as<decltype(w), decltype(s)>(job, key, out); });
+}
+
+Status place_decode(const PlacedJob& job, u64& hits, u64* positions, u64* offsets, u8* values) {
+  return by_width(job.width,
+                  [&](auto w) { return place_decode_as<decltype(w)>(job, hits, positions, offsets, values); });
+}
+
 #define DR_STRING(name) DR_STRING_OF(name)
 #define DR_STRING_OF(name) #name
 
-const Level kLevel = {DR_STRING(DR_LEVEL), count_changed, extract, copy_positions, encode, validate, decode, apply,
-                      apply_values,        gather,        sums,    preview,        digest};
+const Level kLevel = {DR_STRING(DR_LEVEL), count_changed, extract,    copy_positions, encode,       validate,
+                      decode,              apply,         apply_values, gather,       sums,         preview,
+                      digest,              place_validate, place_apply, place_sums,   place_preview, place_digest,
+                      place_decode};
 
 }  // namespace
 

@@ -14,6 +14,12 @@ u32 unsigned_width(const char* format, Py_ssize_t item_size) {
   return item_size == 1 || item_size == 2 || item_size == 4 || item_size == 8 ? u32(item_size) : 0;
 }
 
+bool is_int64(const Py_buffer& buffer) {
+  const char* format = buffer.format == nullptr ? "B" : buffer.format;
+  if (*format == '@' || *format == '=' || *format == '<') ++format;
+  return (std::strcmp(format, "l") == 0 || std::strcmp(format, "q") == 0) && buffer.itemsize == sizeof(i64);
+}
+
 [[noreturn]] void raise_value(const std::string& text) { throw nb::value_error(text.c_str()); }
 
 // Fills in the fields from a tuple of just as many integers; `what` says what it is otherwise.
@@ -82,6 +88,23 @@ SliceArgs::~SliceArgs() { release(); }
 void SliceArgs::release() {
   for (u64 i = 0; i < count; ++i) PyBuffer_Release(&buffers_[i]);
   count = 0;
+}
+
+void boxes_from(nb::handle table, u64 storage_size, Boxes& out) {
+  Py_buffer buffer;
+  if (PyObject_GetBuffer(table.ptr(), &buffer, PyBUF_STRIDES | PyBUF_FORMAT) != 0) throw nb::python_error();
+  const Py_ssize_t item = sizeof(i64);
+  Status status;
+  if (!is_int64(buffer)) status = wrong("boxes is not an array of native int64");
+  else if (buffer.ndim != 2) status = wrong("boxes has another number of dimensions", 2, u64(buffer.ndim));
+  else if (buffer.len != 0 && ((buffer.shape[1] > 1 && buffer.strides[1] != item) ||
+                               (buffer.shape[0] > 1 && buffer.strides[0] != buffer.shape[1] * item)))
+    status = wrong("boxes is not contiguous");
+  else
+    status = read_boxes(static_cast<const u8*>(buffer.buf), u64(buffer.shape[0]), u64(buffer.shape[1]), storage_size,
+                        out);
+  PyBuffer_Release(&buffer);
+  raise_unless_ok(status);
 }
 
 Record record_from(nb::handle tuple) {

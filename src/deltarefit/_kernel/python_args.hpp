@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "boxes.hpp"
 #include "record.hpp"
 #include "types.hpp"
 #include "view.hpp"
@@ -52,6 +53,32 @@ Rows rows_from(nb::handle tuple);
 nb::tuple record_to_tuple(const Record& record);
 nb::tuple lanes_to_tuple(Lanes lanes);
 std::string stream_name(const Piece& piece);
+
+// Runs `work` without the GIL and raises what it returns.
+template <class Work>
+void without_gil(Work work) {
+  Status status;
+  {
+    nb::gil_scoped_release release;
+    status = work();
+  }
+  raise_unless_ok(status);
+}
+
+// A record and its slices; sizes are checked here, bytes by validate.
+struct DeltaArg {
+  Record record;
+  SliceArgs slices;
+  Pieces pieces;
+
+  DeltaArg(nb::handle record_tuple, nb::handle sequence) : record(record_from(record_tuple)), slices(sequence) {
+    raise_unless_ok(attach_slices(record, slices.items, slices.count, pieces));
+  }
+  u32 width() const { return Code::unpack(record.code).width(); }
+};
+
+// A table of boxes (NumPy int64, C-contiguous) for a storage of this many elements.
+void boxes_from(nb::handle table, u64 storage_size, Boxes& out);
 
 // A new NumPy array of `n` unsigned integers of `width` bytes, and its memory.
 nb::object new_array(u64 n, u32 width, u8** data);

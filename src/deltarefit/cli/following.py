@@ -1,4 +1,4 @@
-"""``follow``: keep a checkpoint directory at the newest version."""
+"""``follow``: keep a checkpoint directory, or the live weights of a serving engine, at the newest version."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import secrets
 import signal
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from deltarefit.cli import options, words
+from deltarefit.cli.engines import Engine, engine_at, held, sole_follower, target_at
 from deltarefit.cli.output import Output
 from deltarefit.cli.verbs import Call, Terminated, app, verb
-from deltarefit.errors import NotFoundError, UnavailableError, UsageError
+from deltarefit.errors import DigestMismatch, NotFoundError, UnavailableError, UsageError
 from deltarefit.events import Emit, Event
+from deltarefit.manifest import State
 from deltarefit.ports import Store
 from deltarefit.receiver import Receiver
 from deltarefit.runlog import RUN, RunLog
 from deltarefit.targets.checkpoint import CheckpointTarget
+from deltarefit.targets.engine import EngineTarget
+from deltarefit.targets.readiness import Readiness, ReadyServer
 
 T = TypeVar("T")
 
@@ -30,53 +36,147 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0
 def follow(
     call: Call,
     store: options.Store,
-    into: options.Into,
+    into: options.Into = None,
     once: options.Once = False,
     poll: options.Poll = 1.0,
     no_prove: options.NoProve = False,
     switch_run: options.SwitchRun = False,
+    vllm: options.Vllm = None,
+    sglang: options.Sglang = None,
+    in_flight: options.InFlight = None,
+    ready: options.Ready = None,
+    scrub: options.Scrub = None,
 ) -> int:
-    """Keep a checkpoint directory at the newest version of a run.
+    """Keep a checkpoint directory, or a serving engine, at the newest version of a run.
 
     An empty DIR is filled from the newest anchor; then only changed bits are fetched, checked, and written
-    into the files in place. Each version is printed as soon as DIR holds it, so the last line of stdout is
-    the version that DIR holds. It may be killed at any instant: the next call goes on from there.
+    into the files in place. With --vllm or --sglang they are written into the live weights of an engine on
+    this machine instead, in short pauses of its generation. Each version is printed as soon as it is held, so
+    the last line of stdout is the version held. It may be killed at any instant: the next call goes on from
+    there.
 
     Runs until Ctrl-C or SIGTERM, which end it between two steps with exit code 0 (a second one at once).
-    While the store cannot be reached it keeps trying; with [bold]--once[/] it ends with exit code 5.
+    While the store or the engine cannot be reached it keeps trying; with [bold]--once[/] it ends with exit
+    code 5.
 
     Example: [bold]deltarefit follow s3://bucket/run7 --into /models/policy[/]
+
+    Example: [bold]deltarefit follow s3://bucket/run7 --vllm http://127.0.0.1:8000 --ready 0.0.0.0:9000[/]
     """
-    if (into / RUN).is_file():
-        raise UsageError(f"{into} is a store", expected="a directory for weights", next_step="Choose another --into.")
+    engine = engine_at(vllm, sglang, in_flight or "keep")
+    if (into is None) is (engine is None):
+        found = "none of them" if engine is None else "a directory and an engine"
+        raise UsageError("what to keep is not clear", expected="one of --into, --vllm and --sglang", found=found)
+    if engine is None and (in_flight or ready or scrub):
+        raise UsageError("--in-flight, --ready and --scrub need an engine", next_step="Give --vllm or --sglang.")
+    how = {"poll_s": poll, "prove": not no_prove, "switch_run": switch_run}
     with Stop() as stop, call.out.progress() as bars:
         patience = Patience(call.out, stop, endless=not once)
-        # Before DIR is made: the address may be wrong.
-        objects = patience.run(lambda: _await_run(call, store, patience))
-        if objects is None:
-            return 128 + stop.number if once else 0
-        with closing(CheckpointTarget(into)) as target:
-            report = Report(call.out, bars, patience)
-            receiver = patience.run(
-                lambda: Receiver(objects, target, emit=report, poll_s=poll, prove=not no_prove, switch_run=switch_run)
-            )
-            if receiver is not None:
-                with closing(receiver):
-                    patience.run(lambda: receiver.follow(once=once, stop=stop.asked))
-                report.finish(receiver.version or _held(target))
+        errand = _Errand(call, store, once, how, stop, patience, Report(call.out, bars, patience))
+        if into is not None:
+            errand.keep_directory(into)
+        elif engine is not None:
+            errand.keep_engine(engine, ready, scrub)
     return 128 + stop.number if once and stop.number else 0
 
 
-def _await_run(call: Call, store: str, patience: Patience) -> Store:
-    """Receivers may start before the first publish: without ``--once`` a run that is not there yet is waited for."""
+@dataclass(frozen=True)
+class _Errand:
+    """One call of ``follow``."""
+
+    call: Call
+    store: str
+    once: bool
+    how: dict[str, Any]
+    stop: Stop
+    patience: Patience
+    report: Report
+
+    def keep_directory(self, into: Path) -> None:
+        """Follow into a checkpoint directory until told to stop."""
+        if (into / RUN).is_file():
+            step = "Choose another --into."
+            raise UsageError(f"{into} is a store", expected="a directory for weights", next_step=step)
+        objects = self.patience.run(self._await_run)  # before DIR is made: the address may be wrong
+        if objects is None:
+            return
+        with closing(CheckpointTarget(into)) as target:
+            receiver = self.patience.run(lambda: Receiver(objects, target, emit=self.report, **self.how))
+            if receiver is not None:
+                with closing(receiver):
+                    self.patience.run(lambda: receiver.follow(once=self.once, stop=self.stop.asked))
+                self.report.finish(receiver.version or _held(target))
+
+    def keep_engine(self, engine: Engine, ready: str | None, scrub_s: float | None) -> None:
+        """Follow into the live weights of an engine until told to stop, wherever that is started anew meanwhile."""
+        with ExitStack() as stack:
+            stack.enter_context(sole_follower(engine))
+            readiness = Readiness(lambda: engine.sockets)
+            if ready is not None:
+                server = stack.enter_context(closing(ReadyServer(ready, readiness.status)))
+                self.call.out.say(f"Readiness  at {server.url}")
+            objects = self.patience.run(self._await_run)
+            if objects is None:
+                return
+            target = stack.enter_context(closing(target_at(engine)))
+            receiver = self.patience.run(lambda: self._receiver(objects, target, readiness))
+            if receiver is not None:
+                with closing(receiver):
+                    self.patience.run(lambda: self._keep(receiver, target, readiness, scrub_s))
+                self.report.finish(receiver.version or held(target), live=True)
+
+    def _receiver(self, objects: Store, target: EngineTarget, readiness: Readiness) -> Receiver:
+        receiver = Receiver(objects, target, emit=_both(readiness, self.report.live), **self.how)
+        readiness.expect(receiver.log.run, receiver.log.hint().head)
+        return receiver
+
+    def _keep(self, receiver: Receiver, target: EngineTarget, listener: Emit, scrub_s: float | None) -> int:
+        asked = self.stop.asked
+        while scrub_s is not None and not self.once and not asked():
+            due = time.monotonic() + scrub_s
+            receiver.follow(stop=lambda due=due: asked() or time.monotonic() >= due)  # type: ignore[misc]
+            if not asked():
+                scrub(receiver, target, _both(listener, self.report))
+        return receiver.follow(once=self.once, stop=asked)
+
+    def _await_run(self) -> Store:
+        """Receivers may start before the first publish: without ``--once`` a run that is not there yet is waited
+        for."""
+        try:
+            objects = self.call.remote.existing(self.store)
+            RunLog.open(objects)
+            return objects
+        except NotFoundError as error:
+            if not self.patience.endless:
+                raise
+            raise UnavailableError(error.what, next_step="Waiting for the first publish.") from error
+
+
+def scrub(receiver: Receiver, target: EngineTarget, emit: Emit) -> None:
+    """Read all live bits of an engine that is CLEAN once more, while it serves. If they are not those that its header
+    claims, the receiver forgets what it knows: it proves them when it goes on, and takes them for lost."""
+    header = target.read_header()
+    if header is None or header.state is not State.CLEAN:
+        return
+    started = time.perf_counter()
+    why = "live bits differ from the header's digest"
     try:
-        objects = call.remote.existing(store)
-        RunLog.open(objects)
-        return objects
-    except NotFoundError as error:
-        if not patience.endless:
-            raise
-        raise UnavailableError(error.what, next_step="Waiting for the first publish.") from error
+        if target.digest() == header.digest:
+            emit(Event("proven", "prove", header.version, seconds=time.perf_counter() - started))
+            return
+    except DigestMismatch as error:
+        why = str(error)
+    emit(Event("diverged", version=header.version, text=f"found while idle: {why}"))
+    receiver.prove = True
+    receiver.restart()
+
+
+def _both(first: Emit, second: Emit) -> Emit:
+    def emit(event: Event) -> None:
+        first(event)
+        second(event)
+
+    return emit
 
 
 def _held(target: CheckpointTarget) -> int:
@@ -145,7 +245,8 @@ class Patience:
 
 
 class Report:
-    """The receiver's events as a line per version on stdout, and talk."""
+    """The receiver's events as a line per version on stdout, and talk. ``live`` is for an engine: of it the parts of
+    the pause are told as well."""
 
     def __init__(self, out: Output, bars: Emit, patience: Patience) -> None:
         self._out = out
@@ -155,11 +256,21 @@ class Report:
         self._printed = False
 
     def __call__(self, event: Event) -> None:
+        """An event of a directory."""
+        self._tell(event, live=False)
+
+    def live(self, event: Event) -> None:
+        """An event of an engine."""
+        self._tell(event, live=True)
+
+    def _tell(self, event: Event, live: bool) -> None:
         self._bars(event)
         if event.type == "clean":
             self._seconds = event.fields
         elif event.type == "resumed":
-            self._version(event.version, event.seconds)
+            self._version(event, live)
+        elif event.type == "adopted":
+            self._adopted(event.version)
         elif event.text:
             self._out.warn(event.text)
         elif event.type == "proven":
@@ -167,17 +278,37 @@ class Report:
         elif event.type == "phase":
             self._out.detail(f"{event.phase:<10} version {event.version} in {words.seconds(event.seconds)}")
 
-    def finish(self, version: int) -> None:
+    def finish(self, version: int, *, live: bool = False) -> None:
         """The last line is the version held, even if no refit was needed."""
         if not self._printed:
-            self._line(version, {}, 0.0)
+            self._line(version, {}, 0.0, {} if live else None)
 
-    def _version(self, version: int, pause_s: float) -> None:
+    def _adopted(self, version: int) -> None:
         self._patience.restart()
-        spent = ", ".join(f"{phase} {words.seconds(float(value))}" for phase, value in self._seconds.items())
-        self._out.say(f"Holds      version {version} ({spent}; pause {words.seconds(pause_s)})")
-        self._line(version, self._seconds, pause_s)
+        self._out.say(f"Holds      version {version} already")
+        self._seconds = {}
+        self._line(version, {}, 0.0, {})
 
-    def _line(self, version: int, seconds: dict[str, int | float | str], pause_s: float) -> None:
+    def _version(self, event: Event, live: bool) -> None:
+        self._patience.restart()
+        pause = {name: value for name, value in event.fields.items() if name != "pause"} if live else None
+        before = {name: value for name, value in self._seconds.items() if name not in (pause or ())}
+        parts = f": {_listed(pause)}" if pause else ""
+        spent = f"{_listed(before)}; " if before else ""
+        self._out.say(f"Holds      version {event.version} ({spent}pause {words.seconds(event.seconds)}{parts})")
+        self._line(event.version, self._seconds, event.seconds, pause)
+
+    def _line(
+        self,
+        version: int,
+        seconds: dict[str, int | float | str],
+        pause_s: float,
+        pause: dict[str, int | float | str] | None,
+    ) -> None:
         self._printed = True
-        self._out.result(version, {"version": version, "seconds": seconds, "pause_s": pause_s})
+        body: dict[str, object] = {"version": version, "seconds": seconds, "pause_s": pause_s}
+        self._out.result(version, body if pause is None else {**body, "pause": pause})
+
+
+def _listed(seconds: dict[str, int | float | str]) -> str:
+    return ", ".join(f"{phase} {words.seconds(float(value))}" for phase, value in seconds.items())

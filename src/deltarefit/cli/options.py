@@ -9,7 +9,7 @@ import typer
 
 from deltarefit.pipeline import MOST_PAYLOAD_BYTES, PAYLOAD_BYTES
 
-_OUTPUT, _ACCESS = "Output", "Store access"
+_OUTPUT, _ACCESS, _ENGINE = "Output", "Store access", "Serving engines"
 _STORE_HELP = (
     "Where the run lives: a directory, file:///dir, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix."
 )
@@ -25,17 +25,73 @@ Checkpoint = Annotated[Path, typer.Argument(metavar="CKPT", help=_CHECKPOINT_HEL
 CheckpointA = Annotated[Path, typer.Argument(metavar="A", help=_CHECKPOINT_HELP, show_default=False)]
 CheckpointB = Annotated[Path, typer.Argument(metavar="B", help="The other one.", show_default=False)]
 Directory = Annotated[
-    Path,
-    typer.Argument(metavar="DIR", help="A directory kept by `follow`, or any checkpoint.", show_default=False),
+    Path | None,
+    typer.Argument(
+        metavar="[DIR]", help="A directory kept by `follow`, or any checkpoint; or give an engine.", show_default=False
+    ),
 ]
 Into = Annotated[
-    Path,
+    Path | None,
     typer.Option(
         "--into",
         metavar="DIR",
         help="The checkpoint directory to keep at the head. New or empty the first time: files that are not "
         "ours are never overwritten.",
         show_default=False,
+    ),
+]
+Vllm = Annotated[
+    str | None,
+    typer.Option(
+        "--vllm",
+        metavar="URL",
+        help="A vLLM server on this machine, such as http://127.0.0.1:8000, started with VLLM_SERVER_DEV_MODE=1 and "
+        "--worker-extension-cls deltarefit.targets.vllm.RefitWorker.",
+        show_default=False,
+        rich_help_panel=_ENGINE,
+    ),
+]
+Sglang = Annotated[
+    str | None,
+    typer.Option(
+        "--sglang",
+        metavar="URL",
+        help="An SGLang server on this machine, such as http://127.0.0.1:30000, started with "
+        "--custom-weight-loader deltarefit.targets.sglang.load.",
+        show_default=False,
+        rich_help_panel=_ENGINE,
+    ),
+]
+InFlight = Annotated[
+    str | None,
+    typer.Option(
+        "--in-flight",
+        metavar="HOW",
+        help="What becomes of requests that run when a refit begins: keep (they stand still, and go on with the new "
+        "weights), wait (for them to end; not with SGLang) or abort.",
+        show_default="keep",
+        rich_help_panel=_ENGINE,
+    ),
+]
+Ready = Annotated[
+    str | None,
+    typer.Option(
+        "--ready",
+        metavar="HOST:PORT",
+        help="Serve GET /ready there: 200 while the engine holds the newest version known, else 503.",
+        show_default=False,
+        rich_help_panel=_ENGINE,
+    ),
+]
+Scrub = Annotated[
+    float | None,
+    typer.Option(
+        "--scrub",
+        metavar="S",
+        min=1,
+        help="Prove all bits of the engine again after so many seconds without anything to do.",
+        show_default="only at the start",
+        rich_help_panel=_ENGINE,
     ),
 ]
 Version = Annotated[str, typer.Argument(metavar="[VERSION]", help="A version number, or `head`.")]
@@ -45,7 +101,7 @@ AtVersion = Annotated[
         "--version",
         metavar="N",
         min=1,
-        help="The version that DIR should hold.",
+        help="The version that DIR, or the engine, should hold.",
         show_default="what DIR's own header says; for any other checkpoint the head",
     ),
 ]
@@ -77,7 +133,7 @@ PayloadBytes = Annotated[
         show_default=f"{PAYLOAD_BYTES >> 20} MiB",
     ),
 ]
-Once = Annotated[bool, typer.Option("--once", help="Stop as soon as DIR holds the head.")]
+Once = Annotated[bool, typer.Option("--once", help="Stop as soon as the head is held.")]
 Poll = Annotated[
     float, typer.Option("--poll", metavar="S", min=0.01, max=3600, help="Seconds between looks at the store.")
 ]
@@ -85,12 +141,12 @@ NoProve = Annotated[
     bool,
     typer.Option(
         "--no-prove",
-        help="Trust DIR's header at the start, instead of reading all of DIR once to prove its bits.",
+        help="Trust the header at the start, instead of reading all weights once to prove their bits.",
     ),
 ]
 SwitchRun = Annotated[
     bool,
-    typer.Option("--switch-run", help="If DIR holds weights of another run, replace them instead of refusing."),
+    typer.Option("--switch-run", help="If weights of another run are held, replace them instead of refusing."),
 ]
 Attempts = Annotated[int, typer.Option("-n", "--attempts", metavar="N", min=1, help="How many, the newest.")]
 Top = Annotated[

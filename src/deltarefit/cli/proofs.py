@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltarefit.cli import options, words
+from deltarefit.cli.engines import Engine, borrowed, engine_at
 from deltarefit.cli.output import Output, columns
 from deltarefit.cli.verbs import DIFFERENT, Call, app, verb
 from deltarefit.compare import Comparison, TensorChange
 from deltarefit.compare import compare as compare_sources
-from deltarefit.errors import BaseMismatch, IntegrityError, NotFoundError, RefitError
+from deltarefit.errors import BaseMismatch, IntegrityError, NotFoundError, RefitError, UsageError
 from deltarefit.manifest import Header, State
+from deltarefit.records import Digest
 from deltarefit.runlog import RunLog, check_catalog
 from deltarefit.sources.checkpoint import CheckpointSource
 from deltarefit.targets.checkpoint import STATE_DIRECTORY, CheckpointTarget
@@ -99,20 +101,58 @@ def _list_changes(out: Output, changes: Sequence[TensorChange], top: int) -> Non
 def verify(
     call: Call,
     store: options.Store,
-    directory: options.Directory,
+    directory: options.Directory = None,
     version: options.AtVersion = None,
     threads: options.Threads = None,
+    vllm: options.Vllm = None,
+    sglang: options.Sglang = None,
 ) -> int:
-    """Prove that a checkpoint holds exactly the bits of a version.
+    """Prove that a checkpoint, or a serving engine, holds exactly the bits of a version.
 
     A directory kept by `follow` is held against the version that its own header claims; any other checkpoint
     against the head. The digest of all its bits must be the one that the log states. If it is not, the
     version is rebuilt in a temporary directory ($TMPDIR; it takes the size of a checkpoint) to name the
     tensors that differ.
 
+    With --vllm or --sglang all live bits of an engine are read where they are, while it serves, and held
+    against the version that its own header claims; without one, against any version of the run, else the
+    head. A follower that keeps the engine waits meanwhile, and goes on by itself.
+
     The last line of stdout is `equal` or `differ`; the exit code is 0 or 4.
     """
+    engine = engine_at(vllm, sglang)
+    if (directory is None) is (engine is None):
+        found = "none of them" if engine is None else "a directory and an engine"
+        raise UsageError("what to prove is not clear", expected="one of DIR, --vllm and --sglang", found=found)
     log = RunLog.open(call.remote.existing(store))
+    if engine is not None:
+        return _verify_engine(call.out, log, engine, version)
+    return _verify_directory(call, log, Path(directory or ""), version, threads)
+
+
+def _verify_engine(out: Output, log: RunLog, engine: Engine, version: int | None) -> int:
+    with borrowed(engine, log) as (target, header):
+        found = target.digest()
+        served = engine.version()
+    number = version or (header.version if header is not None else _known(log, found))
+    outcome = log.version(number).outcome
+    expected = outcome.digest if outcome else None
+    equal = found == expected
+    out.say(f"{engine.url} {'holds' if equal else 'does not hold'} version {number}, digest {expected}")
+    if served != str(number):
+        out.say(f"It says that it serves version {served}")
+    body = {"result": _RESULT[equal], "version": number, "expected": str(expected), "found": str(found)}
+    out.result(_RESULT[equal], {**body, "served": served, "tensors": []})
+    return 0 if equal else DIFFERENT
+
+
+def _known(log: RunLog, found: Digest) -> int:
+    """The version that bits without a header are, else the head."""
+    outcome = log.find_version(found)
+    return outcome.attempt if outcome is not None else _head(log)
+
+
+def _verify_directory(call: Call, log: RunLog, directory: Path, version: int | None, threads: int | None) -> int:
     with call.out.progress() as bars, _opened(directory, log) as held:
         number = version if version is not None else _claimed(held, log)
         outcome = log.version(number).outcome
@@ -168,9 +208,7 @@ def _claimed(held: _Held, log: RunLog) -> int:
     """The version that a checkpoint says it is."""
     header = held.header
     if not held.ours:
-        if (head := log.head()) is None:
-            raise NotFoundError("the run has no committed version yet", next_step="Publish a checkpoint first.")
-        return head.number
+        return _head(log)
     if header is None or header.state is not State.CLEAN:
         found = "no header" if header is None else f"state {header.state.value}"
         step = f"Run: deltarefit follow STORE --into {held.path} --once"
@@ -178,3 +216,9 @@ def _claimed(held: _Held, log: RunLog) -> int:
     if header.run != log.run:
         raise BaseMismatch(f"{held.path} follows another run", expected=log.run, found=header.run)
     return header.version
+
+
+def _head(log: RunLog) -> int:
+    if (head := log.head()) is None:
+        raise NotFoundError("the run has no committed version yet", next_step="Publish a checkpoint first.")
+    return head.number

@@ -55,6 +55,11 @@ def cache_directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "deltarefit"
 
 
+def engine_key() -> str | None:
+    """The API key of serving engines: ``$DELTAREFIT_ENGINE_KEY``."""
+    return _environment("DELTAREFIT_ENGINE_KEY")
+
+
 def baseline_directory(given: Path | None, run: str) -> Path:
     """Where the baseline of a run is kept."""
     return given if given is not None else cache_directory() / "baseline" / run

@@ -17,14 +17,17 @@ from rich.table import Table
 import deltarefit
 from deltarefit import _kernel
 from deltarefit.cli import options, words
+from deltarefit.cli.engines import Engine, borrowed, engine_at
 from deltarefit.cli.output import columns
 from deltarefit.cli.settings import cache_directory
 from deltarefit.cli.verbs import DIFFERENT, Call, app, verb
-from deltarefit.doctor import Check, check_store
-from deltarefit.errors import UsageError
+from deltarefit.doctor import Check, check_store, report_of
+from deltarefit.errors import BaseMismatch, UsageError
 from deltarefit.localfiles import disk_errors
 from deltarefit.publisher import Published
+from deltarefit.runlog import RunLog
 
+_SHOWN = 8
 _LIBRARIES = ("numpy", "safetensors", "zstandard", "obstore", "torch", "transformers", "gguf")
 
 _bench = typer.Typer(help="Measure this machine. The last line of stdout is JSON.")
@@ -32,22 +35,79 @@ app.add_typer(_bench, name="bench")
 
 
 @verb(app, "doctor")
-def doctor(call: Call, store: options.MaybeStore = None) -> int:
-    """Show what deltarefit finds on this machine, and check a store's promises.
+def doctor(
+    call: Call, store: options.MaybeStore = None, vllm: options.Vllm = None, sglang: options.Sglang = None
+) -> int:
+    """Show what deltarefit finds on this machine, and check a store's promises, or an engine.
 
     With STORE, every promise that commits rest on is tried there below a fresh prefix, above all that of many
     racing writers exactly one wins; everything is removed again. Do that once before a run relies on a new
     kind of store. The last line of stdout is `ok` or `failed`; the exit code is 4 if a check failed.
+
+    With --vllm or --sglang the engine is checked instead, and nothing is written: whether it can be refitted as
+    it was started, and, with STORE, how every tensor of the run there would reach it. A follower that keeps the
+    engine waits meanwhile, and goes on by itself.
     """
+    engine = engine_at(vllm, sglang)
     facts = _facts()
     for name, value in facts.items():
         call.out.data(f"{name:<12} {value}")
+    if engine is not None:
+        return _check_engine(call, engine, store, facts)
     checks = _checks(call, store) if store is not None else []
     failed = [check for check in checks if not check.ok]
     _show_checks(call, checks)
     result = "failed" if failed else "ok"
     call.out.result(result, {"result": result, **facts, "checks": [dataclasses.asdict(check) for check in checks]})
     return DIFFERENT if failed else 0
+
+
+def _check_engine(call: Call, engine: Engine, store: str | None, facts: dict[str, str]) -> int:
+    log = RunLog.open(call.remote.existing(store)) if store is not None else None
+    found: dict[str, Any] = {"engine": engine.url}
+    try:
+        found |= _engine_facts(engine, log)
+    except (UsageError, BaseMismatch) as error:  # what is wrong with it is the finding
+        found["objection"] = str(error)
+    for name in ("engine", "ranks", "serves", "holds", "objection"):
+        if name in found:
+            call.out.data(f"{name:<12} {found[name]}")
+    _show_placements(call, found.get("placements", []))
+    result = "failed" if "objection" in found else "ok"
+    call.out.result(result, {"result": result, **facts, **found})
+    return DIFFERENT if "objection" in found else 0
+
+
+def _engine_facts(engine: Engine, log: RunLog | None) -> dict[str, Any]:
+    if log is None:
+        engine.check()
+        return {"ranks": len(engine.agents()), "serves": engine.version()}
+    with borrowed(engine, log) as (target, header):
+        group = target.group
+        return {
+            "ranks": group.size,
+            "serves": engine.version(),
+            "holds": f"version {header.version}" if header else "no version yet",
+            "placements": [dataclasses.asdict(one) for one in report_of(group.report, log.catalog, group.size)],
+        }
+
+
+def _show_placements(call: Call, placements: Sequence[dict[str, Any]]) -> None:
+    """A line per mode; the tensors that are not written in place, with their reasons, all if verbose."""
+    if not placements:
+        return
+    table = columns("mode", "tensors", "elements", "tensors by rank", left=1)
+    for one in placements:
+        by_rank = " ".join(map(str, one["ranks"].values()))
+        table.add_row(one["mode"], f"{len(one['tensors']):,}", f"{one['elements']:,}", by_rank)
+    call.out.table(table)
+    for one in placements:
+        names = one["tensors"] if call.out.flags.verbose else one["tensors"][:_SHOWN]
+        if not one["mode"].startswith("xor") or call.out.flags.verbose:
+            for reason in one["reasons"]:
+                call.out.data(f"{one['mode']}: {reason}")
+            more = len(one["tensors"]) - len(names)
+            call.out.data(f"{one['mode']}: {', '.join(names)}" + (f" and {more} more; -v lists all" if more else ""))
 
 
 def _facts() -> dict[str, str]:

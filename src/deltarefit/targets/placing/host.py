@@ -1,4 +1,4 @@
-"""Operations of deltas on storages that the CPU reaches, by the native kernel; and the face of all such back ends."""
+"""Operations of deltas on storages that the CPU reaches, by the native kernel; and the back end of each device."""
 
 from __future__ import annotations
 
@@ -41,8 +41,22 @@ class HostBackend:
         return Digest(*_kernel.place_digest(storage, boxes, key, shift))
 
 
-def view_of(integers: torch.Tensor) -> tuple[Backend, Any]:
-    """The back end for a storage, given as one row of integers, and what it wants to be given of it."""
-    if integers.device.type == "cpu":
-        return HostBackend(), integers.numpy().view(f"u{integers.element_size()}")
-    return DeviceBackend(integers.device), integers
+class Backends:
+    """The back end of each device, made once: those of accelerators keep buffers, and take one call at a time."""
+
+    def __init__(self) -> None:
+        self._host = HostBackend()
+        self._devices: dict[torch.device, DeviceBackend] = {}
+
+    def view(self, integers: torch.Tensor) -> tuple[Backend, Any]:
+        """The back end for a storage, given as one row of integers, and what it wants to be given of it."""
+        if integers.device.type == "cpu":
+            return self._host, integers.numpy().view(f"u{integers.element_size()}")
+        if integers.device not in self._devices:
+            self._devices[integers.device] = DeviceBackend(integers.device)
+        return self._devices[integers.device], integers
+
+    @property
+    def one_at_a_time(self) -> bool:
+        """Whether calls must not come side by side."""
+        return bool(self._devices)

@@ -111,7 +111,7 @@ class _Sorting:
         self._catalog, self._numbers, self._recording = catalog, numbers, recording
         self._storages, self._layouts = storages, layouts
         self._opaque = {numbers[name]: reason for name, reason in recording.opaque.items()}
-        self._refused: dict[int, str] = {}
+        self._refused = {numbers[name]: reason for name, reason in recording.refused.items()}
         self._together = [frozenset(numbers[name] for name in names) for names in recording.together]
 
     def plan(self, places: Mapping[str, tuple[object, ...]]) -> Plan:

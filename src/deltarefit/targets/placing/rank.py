@@ -25,7 +25,7 @@ from deltarefit.pool import side_by_side
 from deltarefit.protocol.messages import Op
 from deltarefit.records import Digest
 from deltarefit.targets.placing.files import CheckpointFiles
-from deltarefit.targets.placing.host import Backend, view_of
+from deltarefit.targets.placing.host import Backend, Backends
 from deltarefit.targets.placing.plan import Layouts, Part, Plan, Table, make_plan, table_of
 from deltarefit.targets.placing.recorder import Load
 from deltarefit.targets.placing.shadows import Shadows
@@ -97,6 +97,7 @@ class RankWeights:
         self._after, self._unfilled = after, unfilled
         self._at: _Attached | None = None
         self._staged: dict[str, _Staged] = {}
+        self._backends = Backends()
         self._known = False
         """Whether shadow bits are those of the version that is live."""
         self._unfinished = False
@@ -169,7 +170,7 @@ class RankWeights:
         places: list[list[_Place]] = [[] for _ in at.catalog.tensors]
         for (tensor, class_, storage, shift), parts in groups.items():
             if storage not in views:
-                views[storage] = view_of(at.plan.storages[storage].integers())
+                views[storage] = self._backends.view(at.plan.storages[storage].integers())
             backend, view = views[storage]
             low = min(part.box.canonical for part in parts)
             high = max(_last(part) for part in parts) + 1
@@ -179,8 +180,12 @@ class RankWeights:
     # ------------------------------------------------------------------------------------ payloads
 
     def stage(self, ref: PayloadRef, data: bytes) -> dict[int, tuple[Digest, Digest]]:
-        """Keep a payload, and give the sums of the live bits at its positions: as they are, and as they will be."""
+        """Keep a payload, and give the sums of the live bits at its positions: as they are, and as they will be. One
+        that is kept already may be written in part: it stays as it is."""
         at = self._attached()
+        if (kept := self._staged.get(ref.sha256)) is not None:
+            now = self._sums(kept)
+            return {class_: (now[class_], kept.post[class_]) for class_ in now}
         deltas = open_payload(data, ref, at.catalog)
         pre, post = Sums(), Sums()
         for class_, (before, after) in self._each(partial(self._preview, at), deltas):
@@ -285,7 +290,8 @@ class RankWeights:
         return sums
 
     def _each(self, work: Callable[[Any], list[T]], items: Sequence[Any]) -> Iterator[T]:
-        return (one for found in side_by_side(self._pool, work, items) for one in found)
+        results = map(work, items) if self._backends.one_at_a_time else side_by_side(self._pool, work, items)
+        return (one for found in list(results) for one in found)
 
     def _shadow(self, at: _Attached, delta: Delta) -> Elements | None:
         return at.shadows.bits(delta.tensor)[delta.low : delta.high] if delta.tensor in at.shadow_classes else None

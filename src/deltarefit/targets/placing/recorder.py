@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from deltarefit.affine import Box
+from deltarefit.affine.boxes import ascends
 from deltarefit.errors import UsageError
 from deltarefit.targets.placing.storages import Storage, places_of, storages_of
 from deltarefit.tracing import (
@@ -48,11 +49,13 @@ class Landing:
 
 @dataclass
 class Recording:
-    """All that a loader did, in order. ``opaque``: why a tensor's elements cannot be followed; ``together``: names that
-    such a tensor has to be loaded with; ``taken``: names that the loader asked for."""
+    """All that a loader did, in order. ``opaque``: why a tensor's elements cannot be followed; ``refused``: why the
+    loader does not take a tensor; ``together``: names that an opaque tensor has to be loaded with; ``taken``: names that
+    the loader asked for."""
 
     landings: list[Landing] = field(default_factory=list)
     opaque: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
     together: list[frozenset[str]] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
 
@@ -60,32 +63,54 @@ class Recording:
 def record(model: torch.nn.Module, load: Load, kinds: Mapping[str, Kind]) -> tuple[Recording, list[Storage]]:
     """What ``load`` does with checkpoint tensors of these kinds, given in this order, and the storages it did it to.
 
-    Nothing in the model changes. A tensor that makes the loader raise is opaque, and is left out of the next try.
-    Raises ``UsageError`` if the loader rebinds parameters, starts threads, or raises for too many tensors.
+    Nothing in the model changes. A tensor that makes the loader raise is left out of the next try: it is opaque if the
+    loader only missed its elements, else refused. Raises ``UsageError`` if the loader rebinds parameters, starts
+    threads, or raises for too many tensors.
     """
-    storages, before, failed = storages_of(model), places_of(model), dict[str, str]()
+    storages, before, bound = storages_of(model), places_of(model), _bound(model)
+    opaque, refused = dict[str, str](), dict[str, str]()
     while True:
         recorder = _Recorder(storages)
-        error = recorder.run(load, {name: kind for name, kind in kinds.items() if name not in failed})
-        _check_untouched(before, places_of(model))
+        error = recorder.run(load, {n: kind for n, kind in kinds.items() if n not in opaque and n not in refused})
+        _check_untouched(before, model, bound)
         if error is None:
             break
-        if not recorder.current or len(failed) == MAX_TRIES:
+        if not recorder.current or len(opaque) + len(refused) == MAX_TRIES:
             raise UsageError(
                 f"the native loader cannot be followed: {type(error).__name__}: {error}",
                 next_step="Refit this engine from a directory (follow --into), and report the model.",
             ) from error
-        failed[recorder.current] = f"the loader looks at values: {type(error).__name__}: {str(error)[:200]}"
-    recorder.found.opaque.update(failed)
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        if "meta" in str(error).lower():  # torch's word for tensors without elements, in all that it raises about them
+            opaque[recorder.current] = f"the loader looks at values: {reason}"
+        else:
+            refused[recorder.current] = f"the loader does not take it: {reason}"
+    recorder.found.opaque.update(opaque)
+    recorder.found.refused.update(refused)
     return recorder.found, storages
 
 
-def _check_untouched(before: Mapping[str, object], after: Mapping[str, object]) -> None:
+_Bound = list[tuple[dict[str, Any], dict[str, Any], list[tuple[torch.Tensor, torch.Tensor]]]]
+"""A module's parameters or buffers, the same as they were, and each tensor with the memory it had."""
+
+
+def _bound(model: torch.nn.Module) -> _Bound:
+    tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+    return [(table, dict(table), [(one, one.data) for one in table.values() if one is not None]) for table in tables]
+
+
+def _check_untouched(before: Mapping[str, object], model: torch.nn.Module, bound: _Bound) -> None:
+    after = places_of(model)
     if moved := sorted(name for name in {*before, *after} if before.get(name) != after.get(name)):
+        for table, was, tensors in bound:
+            table.clear()
+            table.update(was)
+            for tensor, data in tensors:
+                tensor.data = data
         raise UsageError(
             "the native loader rebinds or moves parameters instead of writing to them",
             found=", ".join(moved[:8]),
-            next_step="Restart the engine, whose weights have moved now; refit it from a directory (follow --into).",
+            next_step="Refit this engine from a directory (follow --into). Its weights are as they were.",
         )
 
 
@@ -129,7 +154,10 @@ class _Recorder(Provenance):  # type: ignore[no-untyped-call]
         followed = any(t.is_meta or self.followed(t) for t in tensors_in([*args, *kwargs.values()]))
         if followed and (given := self.decomposed(func, args, kwargs)) is not NotImplemented:
             return given
-        if followed and kwargs.get("device") is not None:
+        if func.overloadpacket in _LOOKS and any(t.is_meta for t in tensors_in(args)):
+            self._note_opaque("the loader looks at values", list(tensors_in(args)))
+            return False if func.overloadpacket is torch.ops.aten.equal else _zero(args[0])
+        if kwargs.get("device") is not None and any(t.is_meta for t in tensors_in([*args, *kwargs.values()])):
             kwargs["device"] = torch.device("meta")
         given = func(*args, **kwargs)
         if followed:
@@ -179,9 +207,12 @@ class _Recorder(Provenance):  # type: ignore[no-untyped-call]
 
     def _changed(self, func: Any, written: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
         """A write that is no copy: of a constant, or of something computed."""
-        made_of = [tensor for tensor in given if self.followed(tensor)]
+        fill = func.overloadpacket in _FILLS  # does not look at what was there
+        made_of = [t for t in given if self.followed(t) and not (fill and any(t is w for w in written))]
         for tensor in written:
             place = self._place(tensor)
+            if place is not None and func.overloadpacket.__name__ in _REBINDS:
+                self.found.refused.update(dict.fromkeys(self._names(made_of), f"the loader rebinds weights ({func})"))
             if place is not None:
                 self._note_opaque(f"written by {func}", made_of)
                 self.found.landings.append(Landing(place, (_box(tensor),)))
@@ -208,6 +239,9 @@ class _Recorder(Provenance):  # type: ignore[no-untyped-call]
             self.found.landings.append(Landing(place, (_box(to),)))
         else:
             self.found.landings += [Landing(place, origin.boxes, origin.source, origin.casts) for origin in origins]
+            memory = self.memory(to)  # whatever is made of it from now on comes from what lands here
+            memory.reason = "made of weights that were loaded before"
+            memory.names.update(origin.source for origin in origins)
 
     def _landed(self, place: int, to: torch.Tensor, source: torch.Tensor) -> tuple[list[Origin], str | None]:
         """The elements that land, none if all are constants; or why they cannot be followed."""
@@ -216,14 +250,19 @@ class _Recorder(Provenance):  # type: ignore[no-untyped-call]
             return [], memory.reason
         if to.element_size() != self._widths[place]:
             return [], "bits seen as another dtype"
+        if _folded(to):
+            return [], "elements land on each other"
         flat = Memory(to.numel(), patched=memory.patched)
         self.carry(source, torch.empty(to.shape, device="meta"), flat, ())
         if (reason := incomplete(flat)) is not None:
             return [], reason
         return self.carried(source, to, cast_of(source, to)), None
 
+    def _names(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
+        return frozenset(name for tensor in tensors if self.followed(tensor) for name in self.names_in(tensor))
+
     def _note_opaque(self, reason: str, made_of: Sequence[torch.Tensor]) -> None:
-        names = frozenset(name for tensor in made_of for name in self.names_in(tensor))
+        names = self._names(made_of)
         for name in names:
             self.found.opaque.setdefault(name, reason)
         if len(names) > 1:
@@ -231,6 +270,21 @@ class _Recorder(Provenance):  # type: ignore[no-untyped-call]
 
 
 _FILLS = (torch.ops.aten.fill_, torch.ops.aten.zero_)
+_LOOKS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal)
+"""Operations that give values of tensors to Python."""
+_REBINDS = ("set_", "resize_", "resize_as_", "set_data")
+"""Operations that give a tensor other memory."""
+
+
+def _zero(tensor: torch.Tensor) -> Any:
+    """A value where there is none: the loader goes on, and what it makes of the tensor is not relied on."""
+    return torch.zeros((), dtype=tensor.dtype, device="cpu").item()
+
+
+def _folded(tensor: torch.Tensor) -> bool:
+    """Whether elements of a view may lie on each other."""
+    dims = sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True)
+    return not ascends(tuple(n for _, n in dims), tuple(int(s) for s, _ in dims))
 
 
 def _box(tensor: torch.Tensor) -> Box:

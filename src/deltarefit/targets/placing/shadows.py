@@ -100,8 +100,9 @@ class Shadows:
     def _tensor(self, number: int) -> torch.Tensor:
         """A copy: loaders may write to what they are given."""
         entry = self._catalog.tensors[number]
-        dtype = getattr(torch, TORCH_NAMES[entry.dtype])
-        return torch.from_numpy(self._bits[number].view(np.uint8).copy()).view(dtype).reshape(entry.shape)
+        tensor = torch.empty(entry.shape, dtype=getattr(torch, TORCH_NAMES[entry.dtype]))
+        tensor.reshape(-1).view(torch.uint8).numpy()[:] = self._bits[number].view(np.uint8)
+        return tensor
 
     def _hash(self, region: _Region) -> str:
         number, sizes, strides, offset = region

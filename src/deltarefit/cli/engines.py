@@ -1,0 +1,111 @@
+"""What verbs share that work on a serving engine: which one, who may use it, and how to look at it for a moment."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from deltarefit.cli.settings import engine_key
+from deltarefit.errors import BaseMismatch, UnavailableError, UsageError
+from deltarefit.localfiles import disk_errors, take_lock
+from deltarefit.manifest import Header, State
+from deltarefit.runlog import RunLog, check_catalog
+from deltarefit.targets.agent import private_directory, run_directory
+from deltarefit.targets.agent_client import AgentClient
+from deltarefit.targets.engine import Control, EngineTarget, read_note
+from deltarefit.targets.sglang_control import SglangControl
+from deltarefit.targets.vllm_control import VllmControl
+
+
+class Engine(Control, Protocol):
+    """A server that can be refitted."""
+
+    @property
+    def url(self) -> str: ...
+
+    sockets: list[str]
+    """What ``agents`` gave last; none before that."""
+
+    def version(self) -> str:
+        """The version that it says it serves."""
+
+
+def engine_at(vllm: str | None, sglang: str | None, in_flight: str = "keep") -> Engine | None:
+    """The engine that the options name, if they do; not looked at yet."""
+    if vllm is not None and sglang is not None:
+        raise UsageError("two engines are given", expected="one of --vllm and --sglang")
+    if vllm is not None:
+        return VllmControl(vllm, in_flight=in_flight, key=engine_key())
+    return None if sglang is None else SglangControl(sglang, in_flight=in_flight, key=engine_key())
+
+
+def target_at(engine: Control) -> EngineTarget:
+    """Its live weights; not attached to yet."""
+    return EngineTarget(engine, private_directory(run_directory()) / "spool")
+
+
+@contextmanager
+def sole_follower(engine: Engine) -> Iterator[None]:
+    """No other ``follow`` of this user keeps the same address meanwhile: two would take the engine from each other.
+
+    Raises ``UnavailableError`` that names the other's pid."""
+    name = hashlib.sha256(engine.url.encode()).hexdigest()[:16]
+    path = private_directory(run_directory()) / f"follow-{name}.lock"
+    try:
+        with disk_errors(f"lock {path}"):
+            handle = take_lock(path, Path(engine.url))
+    except UnavailableError as error:
+        what = f"the engine at {engine.url} has a follower already"
+        raise UnavailableError(what, found=error.found, next_step="Run one follower per engine.") from error
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def borrowed(engine: Control, log: RunLog) -> Iterator[tuple[EngineTarget, Header | None]]:
+    """An engine's weights, to be read, with their header; a follower that keeps them waits and goes on by itself.
+
+    Raises ``BaseMismatch``, before anything is attached to, if they follow another run, and ``UnavailableError`` in
+    the middle of a refit.
+    """
+    engine.check()
+    header = peek(engine.agents())
+    if header is not None and header.run != log.run:
+        raise BaseMismatch("the engine follows another run", expected=log.run, found=header.run)
+    if header is not None and header.state is not State.CLEAN:
+        step = "Try again in a moment."
+        raise UnavailableError("the engine is being refitted", found=f"state {header.state.value}", next_step=step)
+    with closing(target_at(engine)) as target:
+        target.attach(log.run, log.catalog)
+        if target.catalog is not None:
+            check_catalog(target.catalog, log.catalog)
+        yield target, target.read_header()
+
+
+def peek(sockets: Sequence[str]) -> Header | None:
+    """The header that an engine's agents keep, without attaching; None if there is none, or it is of an engine that
+    was partly started anew since."""
+    hellos = []
+    for path in sockets:
+        with closing(AgentClient(path)) as client:
+            hellos.append(client.hello())
+    text = hellos[0]["header"] if hellos else None
+    if text is None:
+        return None
+    incarnations, header = read_note(text)
+    return header if incarnations == [hello["incarnation"] for hello in hellos] else None
+
+
+def held(target: EngineTarget) -> int:
+    """The version that an engine holds; 0 if none, or if it is gone."""
+    with contextlib.suppress(UnavailableError):
+        header = target.read_header()
+        return header.version if header else 0
+    return 0
