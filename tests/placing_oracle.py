@@ -1,25 +1,22 @@
 """What a native loader puts where, found out by running it on codes: independent of all recording.
 
-Every element of the checkpoint is given its own number, then the number's complement, and a copy of the model is loaded
-with each. A stored element whose bits turned round as a whole holds a copy, and says of what; one that stayed the same
+Every element of the checkpoint is given its own number, then the number's complement, and the model is loaded with
+each. A stored element whose bits turned round as a whole holds a copy, and says of what; one that stayed the same
 holds a constant; anything else was computed. Narrow elements take several passes, a digit each.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
 from deltarefit.manifest import Catalog, TensorEntry
 from deltarefit.targets.placing.plan import Mode, Plan, make_plan
-from deltarefit.targets.placing.recorder import Load
 from deltarefit.targets.placing.storages import Storage, storages_of
-from tests import helpers as h
 from tests.mini_ranks import tensor_of
 
 MOST = 1 << 16
@@ -32,12 +29,12 @@ COMPUTED: Copy = (-1, -1, -1)
 Bits = npt.NDArray[np.uint64]
 
 
-def probed(model: nn.Module, load: Load, catalog: Catalog) -> dict[Cell, Copy]:
+def probed(model: Any, catalog: Catalog) -> dict[Cell, Copy]:
     """What every stored element that depends on the checkpoint holds: a copy, or ``COMPUTED``."""
     assert catalog.numel < MOST - 1, "two bytes do not tell so many elements apart"
     widths = [_bits(entry) for entry in catalog.tensors if entry.numel]
     passes = max(-(-16 // bits) for bits in widths)
-    runs = [[_loaded(model, load, catalog, digit, flip) for digit in range(passes)] for flip in (False, True)]
+    runs = [[_loaded(model, catalog, digit, flip) for digit in range(passes)] for flip in (False, True)]
     found: dict[Cell, Copy] = {}
     for number, storage in enumerate(storages_of(model)):
         plain, turned = ([one[number] for one in passes_] for passes_ in runs)
@@ -52,12 +49,16 @@ def _bits(entry: TensorEntry) -> int:
     return 1 if entry.dtype == "BOOL" else 8 * entry.width
 
 
-def _loaded(model: nn.Module, load: Load, catalog: Catalog, digit: int, flip: bool) -> list[Bits]:
-    """Storages of a copy of the model, loaded with one digit of every element's number."""
-    twin = copy.deepcopy(model)
+def _loaded(model: Any, catalog: Catalog, digit: int, flip: bool) -> list[Bits]:
+    """Storages of the model, loaded with one digit of every element's number; it is as it was afterwards."""
+    storages = storages_of(model)
+    before = [storage.integers(1).clone() for storage in storages]
     with torch.no_grad():
-        getattr(twin, load.__name__)(_codes(catalog, digit, flip).items())
-    return [_unsigned(storage) for storage in storages_of(twin)]
+        model.load_weights(_codes(catalog, digit, flip).items())
+    found = [_unsigned(storage) for storage in storages]
+    for storage, whole in zip(storages, before, strict=True):
+        storage.integers(1).copy_(whole)
+    return found
 
 
 def _codes(catalog: Catalog, digit: int, flip: bool) -> Mapping[str, torch.Tensor]:
@@ -114,9 +115,9 @@ def planned(plan: Plan) -> dict[Cell, Copy]:
     return found
 
 
-def check_plan(model: nn.Module, load: Load, catalog: Catalog) -> Plan:
+def check_plan(model: Any, catalog: Catalog) -> Plan:
     """The recorded plan of a model is what probes find, and nothing was left out but what is opaque."""
-    plan, found = make_plan(model, load, catalog), probed(model, load, catalog)
+    plan, found = make_plan(model, model.load_weights, catalog), probed(model, catalog)
     parts = planned(plan)
     for cell, expected in parts.items():
         assert found.get(cell) == expected, f"{plan.storages[cell[0]].names[0]}[{cell[1]}]"
@@ -125,7 +126,3 @@ def check_plan(model: nn.Module, load: Load, catalog: Catalog) -> Plan:
         tensor = found[cell][0]
         assert tensor in opaque or (found[cell] == COMPUTED and opaque), f"a write was not recorded: {found[cell]}"
     return plan
-
-
-def model_bits(catalog: Catalog) -> h.Shapes:
-    return {entry.name: (entry.dtype, entry.shape) for entry in catalog.tensors}

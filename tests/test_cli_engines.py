@@ -1,5 +1,5 @@
-"""``follow``, ``verify`` and ``doctor`` on serving engines: real commands, real rank processes with real agents, and HTTP
-servers in front of them that answer as vLLM and SGLang do."""
+"""``follow``, ``verify`` and ``doctor`` on serving engines: real commands, real rank processes with real agents, and
+HTTP servers in front of them that answer as vLLM and SGLang do."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ import pytest
 
 from deltarefit import Publisher, open_store
 from deltarefit.manifest import State
+from deltarefit.ports import Store
 from tests import helpers as h
 from tests import live_ranks as live
 from tests.desk import Desk, Done, Following, Here
@@ -43,10 +44,10 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> h.Chain:
 class Place:
     """An engine of two ranks loaded with ``model``, its HTTP server, and a desk whose commands find its agents."""
 
-    def __init__(self, root: Path, chain: h.Chain, model: h.Model, kind: str = "vllm") -> None:
+    def __init__(self, root: Path, chain: h.Chain, model: h.Model, kind: str, nap_s: float) -> None:
         self.run = root / "run"
         self.run.mkdir(mode=0o700)
-        self.engine = live.Engine(root / "engine", 2, model, chain.models[1])
+        self.engine = live.Engine(root / "engine", 2, model, chain.models[1], nap_s)
         paused = root / "engine" / "paused"
         self.http: Any = self._server(kind, paused)
         self.option = f"--{kind}"
@@ -74,9 +75,12 @@ class Place:
 @pytest.fixture
 def place(tmp_path: Path, chain: h.Chain) -> Iterator[Callable[..., Place]]:
     with contextlib.ExitStack() as stack:
-        yield lambda model=1, kind="vllm": stack.enter_context(
-            contextlib.closing(Place(tmp_path, chain, chain.models[model] if isinstance(model, int) else model, kind))
-        )
+
+        def start(model: int | h.Model = 1, kind: str = "vllm", nap_s: float = 0.0) -> Place:
+            loaded = chain.models[model] if isinstance(model, int) else model
+            return stack.enter_context(contextlib.closing(Place(tmp_path, chain, loaded, kind, nap_s)))
+
+        yield start
 
 
 Start = Callable[..., Place]
@@ -167,25 +171,69 @@ def test_follow_starts_before_its_engine_and_outlives_it(place: Start, chain: h.
     assert following.out == ["1", "2", "3", "1", "2", "3"]
 
 
-def test_readiness_falls_behind_and_catches_up(place: Start, chain: h.Chain, tmp_path: Path) -> None:
-    """With a version that is known but not held yet, it is not ready."""
-    here, port = place(), free_port()
-    store = h.copy_store(chain.store)
-    target = open_store(str(tmp_path / "grown"))
-    for key, _ in store.list():
-        target.put(key, store.get(key))
-    here.store = target.url
+@pytest.fixture
+def growing(chain: h.Chain, tmp_path: Path) -> tuple[Store, Callable[[], h.Model]]:
+    """A copy of the run, and what publishes one version more there and gives its bits."""
+    store, source = open_store(str(tmp_path / "growing")), h.ArraySource(h.copy_of(chain.models[HEAD]), live.SHAPES)
+    for key, _ in chain.store.list():
+        store.put(key, chain.store.get(key))
+
+    def grow() -> h.Model:
+        h.step(np.random.default_rng(3), source.model, "many")
+        with contextlib.closing(Publisher(store, source, threads=1)) as publisher:
+            publisher.publish(9)
+        return source.model
+
+    return store, grow
+
+
+Growing = tuple[Store, Callable[[], h.Model]]
+
+
+def test_readiness_falls_behind_and_catches_up(place: Start, growing: Growing) -> None:
+    """It is not ready while weights are written, nor with a version that is known but not held yet."""
+    here, port, (store, grow) = place(1, "vllm", 0.4), free_port(), growing
+    here.store = store.url
     with here.following("--ready", f"127.0.0.1:{port}") as following:
         following.wait_for("^3$")
         until(lambda: ready(port)[0] == 200)
-        source = h.ArraySource(h.copy_of(chain.models[HEAD]), live.SHAPES)
-        h.step(np.random.default_rng(3), source.model, "many")
-        with contextlib.closing(Publisher(target, source, threads=1)) as publisher:
-            assert publisher.publish(9).version == HEAD + 1
+        model, seen = grow(), []
+
+        def caught_up() -> bool:
+            seen.append(ready(port))
+            return seen[-1][0] == 200 and seen[-1][1]["version"] == HEAD + 1
+
+        until(caught_up)
         following.wait_for("^4$")
-        until(lambda: ready(port)[0] == 200)
-        assert ready(port)[1]["version"] == ready(port)[1]["head"] == HEAD + 1
-    assert not here.engine.wrong(source.model)
+    behind = [body for status, body in seen if status == 503]
+    assert {"DIRTY"} <= {body["state"] for body in behind}
+    assert all(body["head"] == HEAD + 1 for body in behind)
+    assert all(body["version"] == body["head"] for status, body in seen if status == 200)
+    assert not here.engine.wrong(model)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_follower_killed_in_a_pause_is_succeeded(place: Start, growing: Growing, kind: str) -> None:
+    """The engine stays paused, and is neither resumed nor taken for asleep before its weights are whole."""
+    here, (store, grow) = place(1, kind, 1.0), growing
+    here.store = store.url
+    assert here.call("follow", "--once").code == 0
+    with here.following() as following:
+        until(lambda: here.http.calls[-1][0] == "GET")
+        model = grow()
+        until(lambda: here.engine.paused)
+        following.process.kill()
+        following.process.wait(20)
+    assert here.engine.paused
+    assert here.http.paused
+    assert here.call("verify").code in (4, 5), "no version is held"
+    assert here.engine.paused
+    done = here.call("follow", "--once")
+    assert (done.code, done.last) == (0, str(HEAD + 1)), done.err
+    assert not here.engine.wrong(model)
+    assert not here.engine.paused
+    assert not here.http.paused
+    assert here.http.version == str(HEAD + 1)
 
 
 def test_an_engine_that_sleeps_is_refitted_when_it_wakes(place: Start, chain: h.Chain) -> None:
@@ -355,7 +403,7 @@ def test_verify_names_copies_that_differ(place: Start) -> None:
     here.engine.say(1, f"flip {norm}")
     done = here.call("verify")
     assert done.code == 4
-    assert "copies of d.norm do not agree" in done.err
+    assert re.search(r"copies of d\.norm.* do not agree.*rank 0.*rank 1", done.err)
 
 
 def test_verify_beside_a_follower(place: Start, chain: h.Chain) -> None:

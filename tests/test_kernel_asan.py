@@ -16,7 +16,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "src" / "deltarefit" / "_kernel"
 BUILD = ROOT / "build" / f"sanitized-{sys.implementation.cache_tag}"
-TESTS = ["tests/test_kernel.py", "tests/test_kernel_malformed.py", "tests/test_kernel_pieces.py"]
+TESTS = [
+    "tests/test_kernel.py",
+    "tests/test_kernel_malformed.py",
+    "tests/test_kernel_pieces.py",
+    "tests/test_kernel_placed.py",
+]
 
 
 def _run(command: list[str], environment: dict[str, str] | None = None) -> str:

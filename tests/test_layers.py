@@ -24,7 +24,7 @@ LAYERS: dict[str, int] = {
 }  # fmt: skip
 ADAPTERS = {"sources", "targets", "stores"}
 PATHS = {name for name, layer in LAYERS.items() if layer == 3} - ADAPTERS
-HEAVY = {"torch", "transformers", "obstore", "vllm", "sglang", "megatron", "gguf", "reasoning_gym"}
+HEAVY = {"torch", "transformers", "obstore", "vllm", "sglang", "megatron", "gguf", "triton", "reasoning_gym"}
 HEAVY_ROOMS = ADAPTERS | {"demo", "bench", "tracing"}
 PURE_FORBIDDEN = {"os", "time", "logging", "socket", "pathlib", "io", "subprocess", "threading", "random", "secrets"}
 

@@ -195,7 +195,8 @@ class _Bench:
         self._stage(payloads)
 
     def _changed(self, old: Elements, density: float) -> Elements:
-        new, count = old.copy(), int(len(old) * density)
+        new: Elements = old.copy()
+        count = int(len(old) * density)
         where = self.rng.integers(0, len(old), count)
         new[where] += self.rng.integers(1, 3, count, dtype=np.uint16)
         return new

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,6 @@ UNCHANGED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType"
 """Methods (``quant_method``) whose post-load step leaves storage as it is."""
 EXPERTS = "UnquantizedFusedMoEMethod"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-Step = Callable[[torch.nn.Module], None]
 
 
 def expert_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -58,12 +58,15 @@ def layouts_of(model: torch.nn.Module, storages: Sequence[Storage]) -> Mapping[i
 
 
 def _backend(layer: torch.nn.Module) -> object:
-    method = layer.quant_method
-    return getattr(method, "unquantized_backend", None), type(_experts(layer)).__name__
+    return getattr(_method(layer), "unquantized_backend", None), type(_experts(layer)).__name__
 
 
-def _experts(layer: torch.nn.Module) -> object:
-    return getattr(getattr(layer.quant_method, "moe_kernel", None), "fused_experts", None)
+def _method(layer: torch.nn.Module) -> Any:
+    return layer.quant_method
+
+
+def _experts(layer: torch.nn.Module) -> Any:
+    return getattr(getattr(_method(layer), "moe_kernel", None), "fused_experts", None)
 
 
 def _layout(layer: torch.nn.Module, leaf: str) -> Layout | None:
@@ -91,7 +94,7 @@ def _run(layer: torch.nn.Module, leaf: str, plane: torch.Tensor) -> torch.Tensor
     _convert(stand_in)
     experts = _experts(layer)
     if experts is not None:
-        experts.process_weights_after_loading(stand_in)  # type: ignore[attr-defined]
+        experts.process_weights_after_loading(stand_in)
     return stand_in._parameters[leaf]  # type: ignore[return-value]
 
 
@@ -100,7 +103,7 @@ def _convert(layer: torch.nn.Module) -> None:
 
     weights = {name: layer._parameters[name] for name in ("w13_weight", "w2_weight")}
     made = convert_to_unquantized_kernel_format(
-        layer.quant_method.unquantized_backend, moe_config=layer.moe_config, layer=layer, **weights
+        _method(layer).unquantized_backend, moe_config=layer.moe_config, layer=layer, **weights
     )
     for name, tensor in zip(weights, made, strict=True):
         layer._parameters[name] = torch.nn.Parameter(tensor.data, requires_grad=False)

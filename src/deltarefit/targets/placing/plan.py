@@ -74,11 +74,14 @@ class Plan:
     """Checkpoint names of each tensor that the loader takes."""
     places: Mapping[str, tuple[object, ...]]
 
+    def moved(self, model: torch.nn.Module) -> list[str]:
+        """Tensors of the model that were moved, rebound or reshaped since."""
+        now = places_of(model)
+        return [] if now == self.places else sorted(n for n in {*now, *self.places} if now.get(n) != self.places.get(n))
+
     def check(self, model: torch.nn.Module) -> None:
         """Raises ``UsageError`` if a tensor of the model was moved, rebound or reshaped since."""
-        now = places_of(model)
-        if now != self.places:
-            moved = sorted(n for n in {*now, *self.places} if now.get(n) != self.places.get(n))
+        if moved := self.moved(model):
             raise UsageError(
                 "the engine moved its weights since their placement was recorded",
                 found=", ".join(moved[:8]),

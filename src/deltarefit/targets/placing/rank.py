@@ -26,7 +26,7 @@ from deltarefit.protocol.messages import Op
 from deltarefit.records import Digest
 from deltarefit.targets.placing.files import CheckpointFiles
 from deltarefit.targets.placing.host import Backend, Backends
-from deltarefit.targets.placing.plan import Layouts, Part, Plan, Table, make_plan, table_of
+from deltarefit.targets.placing.plan import Layouts, Mode, Part, Plan, Table, make_plan, table_of
 from deltarefit.targets.placing.recorder import Load
 from deltarefit.targets.placing.shadows import Shadows
 
@@ -108,16 +108,17 @@ class RankWeights:
     # ------------------------------------------------------------------------------------ attaching
 
     def attach(self, run: str, catalog: Catalog) -> dict[str, Any]:
-        """Record the placement of ``catalog``, unless that was done already; this rank's plan (``ranks.RankGroup``)."""
-        if self._at is None or (self._at.run, self._at.catalog) != (run, catalog):
+        """Record the placement of ``catalog``, unless that was done already and the weights still lie there; this rank's
+        plan (``ranks.RankGroup``)."""
+        at = self._at
+        if at is None or (at.run, at.catalog) != (run, catalog) or at.plan.moved(self._model):
             plan = make_plan(self._model, self._load, catalog, self._layouts)
             self._refuse_leftovers(plan)
             shadows = Shadows(catalog, plan.storages, self._load, plan.names)
             self._at = _Attached(run, catalog, catalog_keys(run, catalog), plan, shadows)
             self.header, self._known = None, False
             self._staged.clear()
-        plan = self._at.plan
-        plan.check(self._model)
+        plan = self._attached().plan
         return {
             "parts": [_part(part) for part in plan.parts],
             "modes": {k: [mode.value, reason] for k, (mode, reason) in enumerate(plan.modes)},
@@ -125,6 +126,8 @@ class RankWeights:
 
     def _refuse_leftovers(self, plan: Plan) -> None:
         """Weights that no canonical tensor fills would silently keep the bits of another version."""
+        if any(mode is Mode.REFUSED for mode, _ in plan.modes):
+            return  # says more, and why
         names = [plan.storages[k].names for k in plan.leftover]
         unknown = [group[0] for group in names if not all(self._unfilled(name) for name in group)]
         if unknown:
@@ -240,7 +243,12 @@ class RankWeights:
         at = self._attached()
         at.plan.check(self._model)
         if not self._known:
-            return {}
+            raise UsageError(
+                "tensors that the engine does not store as they are have bits that nobody knows",
+                expected="the checkpoint that the engine loaded, in safetensors files",
+                found=", ".join(at.catalog.tensors[k].name for k in list(at.shadow_classes)[:4]),
+                next_step="Start the engine from a local checkpoint directory of the model.",
+            )
         self._finish(at)
         at.shadows.check()
         sums = Sums()

@@ -17,7 +17,7 @@ import torch
 from deltarefit.affine import Box
 from deltarefit.affine.boxes import ascends
 from deltarefit.errors import UsageError
-from deltarefit.targets.placing.storages import Storage, places_of, storages_of
+from deltarefit.targets.placing.storages import Storage, places_of, storages_of, tensors_of
 from deltarefit.tracing import (
     Casts,
     Kind,
@@ -67,12 +67,14 @@ def record(model: torch.nn.Module, load: Load, kinds: Mapping[str, Kind]) -> tup
     loader only missed its elements, else refused. Raises ``UsageError`` if the loader rebinds parameters, starts
     threads, or raises for too many tensors.
     """
-    storages, before, bound = storages_of(model), places_of(model), _bound(model)
+    storages, before, bound = storages_of(model), places_of(model), _Bound(model)
     opaque, refused = dict[str, str](), dict[str, str]()
     while True:
         recorder = _Recorder(storages)
         error = recorder.run(load, {n: kind for n, kind in kinds.items() if n not in opaque and n not in refused})
-        _check_untouched(before, model, bound)
+        after = places_of(model)
+        bound.restore()
+        _refuse_moved(before, after)
         if error is None:
             break
         if not recorder.current or len(opaque) + len(refused) == MAX_TRIES:
@@ -90,23 +92,27 @@ def record(model: torch.nn.Module, load: Load, kinds: Mapping[str, Kind]) -> tup
     return recorder.found, storages
 
 
-_Bound = list[tuple[dict[str, Any], dict[str, Any], list[tuple[torch.Tensor, torch.Tensor]]]]
-"""A module's parameters or buffers, the same as they were, and each tensor with the memory it had."""
+class _Bound:
+    """What the modules of a model are bound to: loaders also set attributes, whatever they make them of."""
 
+    def __init__(self, model: torch.nn.Module) -> None:
+        modules = list(model.modules())
+        tables = [table for module in modules for table in (vars(module), module._parameters, module._buffers)]
+        self._tables = [(table, dict(table)) for table in tables]
+        self._tensors = [(found.tensor, found.tensor.data) for found in tensors_of(model) if found.kind != "attribute"]
 
-def _bound(model: torch.nn.Module) -> _Bound:
-    tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
-    return [(table, dict(table), [(one, one.data) for one in table.values() if one is not None]) for table in tables]
-
-
-def _check_untouched(before: Mapping[str, object], model: torch.nn.Module, bound: _Bound) -> None:
-    after = places_of(model)
-    if moved := sorted(name for name in {*before, *after} if before.get(name) != after.get(name)):
-        for table, was, tensors in bound:
+    def restore(self) -> None:
+        """Have everything as it was."""
+        for table, was in self._tables:
             table.clear()
             table.update(was)
-            for tensor, data in tensors:
+        for tensor, data in self._tensors:
+            if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape or tensor.stride() != data.stride():
                 tensor.data = data
+
+
+def _refuse_moved(before: Mapping[str, object], after: Mapping[str, object]) -> None:
+    if moved := sorted(name for name in {*before, *after} if before.get(name) != after.get(name)):
         raise UsageError(
             "the native loader rebinds or moves parameters instead of writing to them",
             found=", ".join(moved[:8]),
@@ -212,10 +218,10 @@ class _Recorder(Provenance):  # type: ignore[no-untyped-call]
         for tensor in written:
             place = self._place(tensor)
             if place is not None and func.overloadpacket.__name__ in _REBINDS:
-                self.found.refused.update(dict.fromkeys(self._names(made_of), f"the loader rebinds weights ({func})"))
+                raise UsageError("weights would get other memory", found=func)
             if place is not None:
                 self._note_opaque(f"written by {func}", made_of)
-                self.found.landings.append(Landing(place, (_box(tensor),)))
+                self.found.landings.append(Landing(place, (_box(tensor, self._widths[place]),)))
             elif func.overloadpacket in _FILLS and tensor.numel() == self.memory(tensor).numel:
                 self._forget(tensor)
             else:
@@ -231,12 +237,12 @@ class _Recorder(Provenance):  # type: ignore[no-untyped-call]
         if not to.numel():
             return
         if not self.followed(source):
-            self.found.landings.append(Landing(place, (_box(to),)))
+            self.found.landings.append(Landing(place, (_box(to, self._widths[place]),)))
             return
         origins, reason = self._landed(place, to, source)
         if reason is not None or not origins:
             self._note_opaque(reason or "", [source])
-            self.found.landings.append(Landing(place, (_box(to),)))
+            self.found.landings.append(Landing(place, (_box(to, self._widths[place]),)))
         else:
             self.found.landings += [Landing(place, origin.boxes, origin.source, origin.casts) for origin in origins]
             memory = self.memory(to)  # whatever is made of it from now on comes from what lands here
@@ -287,9 +293,14 @@ def _folded(tensor: torch.Tensor) -> bool:
     return not ascends(tuple(n for _, n in dims), tuple(int(s) for s, _ in dims))
 
 
-def _box(tensor: torch.Tensor) -> Box:
-    """The elements of a tensor in its storage, row by row."""
-    dims = [(n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
-    sizes, strides = tuple(n for n, _ in dims), tuple(int(s) for _, s in dims)
-    zeros = (0,) * len(dims)
-    return Box(sizes, 0, zeros, int(tensor.storage_offset()), strides)
+def _box(tensor: torch.Tensor, width: int) -> Box:
+    """The elements of a tensor in its storage of elements of ``width`` bytes, row by row; if it sees them as others,
+    all that lies between its first byte and its last."""
+    dims = [(n, int(s)) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+    first, size = int(tensor.storage_offset()), tensor.element_size()
+    if size != width:
+        last = first + sum((n - 1) * s for n, s in dims)
+        first, end = first * size // width, -(-(last + 1) * size // width)
+        dims = [(end - first, 1)]
+    sizes, strides = tuple(n for n, _ in dims), tuple(s for _, s in dims)
+    return Box(sizes, 0, (0,) * len(dims), first, strides)

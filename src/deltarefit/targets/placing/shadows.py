@@ -22,8 +22,8 @@ from deltarefit.targets.placing.recorder import Load
 from deltarefit.targets.placing.storages import Storage
 from deltarefit.tracing import tensors_in, written_arguments
 
-_Region = tuple[int, tuple[int, ...], tuple[int, ...], int]
-"""A view of a storage: its number, sizes, strides, offset."""
+_Region = tuple[int, int, tuple[int, ...], tuple[int, ...], int]
+"""A view of a storage: its number, bytes of an element, sizes, strides, offset."""
 
 
 class Shadows:
@@ -105,9 +105,13 @@ class Shadows:
         return tensor
 
     def _hash(self, region: _Region) -> str:
-        number, sizes, strides, offset = region
-        view = self._storages[number].integers().as_strided(sizes, strides, offset)
+        view = _view(self._storages, region)
         return hashlib.sha256(view.contiguous().cpu().numpy().tobytes()).hexdigest()
+
+
+def _view(storages: Sequence[Storage], region: _Region) -> torch.Tensor:
+    number, width, sizes, strides, offset = region
+    return storages[number].integers(width).as_strided(sizes, strides, offset)
 
 
 def _zeros(catalog: Catalog, tensor: int) -> Elements:
@@ -140,10 +144,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, tensor: torch.Tensor) -> None:
         number = self._live[tensor.untyped_storage().data_ptr()]
-        region = (number, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+        strides, offset = tuple(tensor.stride()), int(tensor.storage_offset())
+        region = (number, tensor.element_size(), tuple(tensor.shape), strides, offset)
         self.regions[region] = None
         if self._undo:
-            view = self._storages[number].integers().as_strided(*region[1:])
+            view = _view(self._storages, region)
             self._before.append((view, view.clone()))
 
     def take_back(self) -> None:

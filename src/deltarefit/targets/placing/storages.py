@@ -35,10 +35,11 @@ class Storage:
         """Elements of the whole storage."""
         return self.tensor.untyped_storage().nbytes() // self.width
 
-    def integers(self) -> torch.Tensor:
-        """All of it as one row of integers, shape (numel,); shares the memory."""
-        whole = torch.empty(0, dtype=_INTEGERS[self.width], device=self.tensor.device)
-        return whole.set_(self.tensor.untyped_storage(), 0, (self.numel,), (1,))
+    def integers(self, width: int = 0) -> torch.Tensor:
+        """All of it as one row of integers of ``width`` bytes (0: its own), shape (numel,); shares the memory."""
+        storage, size = self.tensor.untyped_storage(), width or self.width
+        whole = torch.empty(0, dtype=_INTEGERS[size], device=self.tensor.device)
+        return whole.set_(storage, 0, (storage.nbytes() // size,), (1,))
 
 
 @dataclass(frozen=True)
