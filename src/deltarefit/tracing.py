@@ -179,12 +179,14 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.spoil(f"made by {func}: {error}", [out], [source])
             return
         self.carry(source, torch.empty(source.shape, device="meta"), flat, ())
-        memory = self.memory(out)
-        memory.reason, memory.patched, memory.names = flat.reason, flat.patched, flat.names | memory.names
+        rows = torch.empty(out.shape, dtype=out.dtype, device="meta")  # row by row, which ``out`` need not be
+        memory = self.memory(rows)
+        memory.reason, memory.patched, memory.names = flat.reason, flat.patched, flat.names
         for origin in flat.origins:
             for box in boxes:
                 if found := self._through(origin.boxes, source.numel(), box):
                     memory.origins.append(Origin(origin.source, origin.casts, found))
+        self.carry(rows, out, self.memory(out), ())
 
     def _through(self, boxes: tuple[Box, ...], numel: int, copy: Box) -> tuple[Box, ...]:
         """``boxes`` into a memory, and then ``copy`` out of it. Layers of a model are alike: each is composed once."""

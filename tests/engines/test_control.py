@@ -18,7 +18,7 @@ from deltarefit.targets.http import HttpClient
 from deltarefit.targets.sglang_control import SglangControl
 from deltarefit.targets.vllm_control import VllmControl
 from tests.desk import Desk, Following
-from tests.engines.servers import Server, SglangServer, VllmServer, fresh_generate, free_port
+from tests.engines.servers import Server, SglangServer, VllmServer, free_port, fresh_generate
 
 PROMPT = [5, 6, 7, 8]
 LONG = 600

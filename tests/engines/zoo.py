@@ -100,7 +100,7 @@ def _mixtral() -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     return MixtralForCausalLM(
-        MixtralConfig(**{**_DENSE, "intermediate_size": 64}, num_local_experts=4, num_experts_per_tok=2)
+        MixtralConfig(**{**_WIDE, "intermediate_size": 64}, num_local_experts=4, num_experts_per_tok=2)
     )
 
 

@@ -62,8 +62,8 @@ class SglangControl:
         workers start them."""
         facts = self._facts()
         size, port = int(facts["tp_size"]) * int(facts["pp_size"]), int(facts["port"])
-        found, marker = self._written(port, size), _marker(port)
-        if len(found) < size or marker.exists():
+        marker, found = _marker(port), self._written(port, size)
+        if len(found) < size or marker.exists() or any("error" in one for one in found):
             self._start(size, marker)
             found = self._written(port, size)
         if len(found) < size:

@@ -22,9 +22,11 @@ from deltarefit.targets.vllm_layouts import layouts_of, unknown_methods
 
 _UNFILLED = re.compile(
     r"(^|\.)(cos_sin_cache|cos_cached|sin_cached|inv_freq|kv_cache(\.\d+)*|_?[qkv]_scale(_float)?|_?prob_scale"
-    r"|_?o_scale|_[qkv]_scale_cpu|expert_map|_expert_map|expert_load_view|q_range|k_range|v_range|slot_mapping)$"
+    r"|_?o_scale|_[qkv]_scale_cpu|expert_map|_expert_map|expert_load_view|q_range|k_range|v_range|slot_mapping"
+    r"|normalizer)$"
 )
-"""Tensors that vLLM keeps and no checkpoint of unquantized weights fills: rotary tables, caches, unit scales, maps."""
+"""Tensors that vLLM keeps and no checkpoint of unquantized weights fills: rotary tables, caches, unit scales, maps,
+Gemma's root of the hidden size."""
 
 
 def _keep_cpu_weights_plain() -> None:
@@ -96,6 +98,10 @@ def objections(worker: Any) -> list[str]:
         (config.model_config.quantization, "it is quantized: serve the unquantized checkpoint"),
         (config.lora_config, "LoRA adapters are enabled: start it without --enable-lora"),
         (getattr(config.parallel_config, "enable_eplb", False), "experts move between slots: start it without EPLB"),
+        (
+            config.parallel_config.data_parallel_size > 1,
+            "it serves data-parallel replicas: start each as a server of its own, with a follower of its own",
+        ),
         (config.load_config.load_format == "dummy", "it was started with dummy weights: give it a checkpoint"),
         (
             getattr(getattr(config, "offload_config", None), "cpu_offload_gb", 0),

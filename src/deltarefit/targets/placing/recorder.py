@@ -160,9 +160,10 @@ class _Recorder(Provenance):  # type: ignore[no-untyped-call]
         followed = any(t.is_meta or self.followed(t) for t in tensors_in([*args, *kwargs.values()]))
         if followed and (given := self.decomposed(func, args, kwargs)) is not NotImplemented:
             return given
-        if func.overloadpacket in _LOOKS and any(t.is_meta for t in tensors_in(args)):
+        if followed and func.overloadpacket in _LOOKS:
             self._note_opaque("the loader looks at values", list(tensors_in(args)))
-            return False if func.overloadpacket is torch.ops.aten.equal else _zero(args[0])
+            if any(t.is_meta for t in tensors_in(args)):
+                return False if func.overloadpacket is torch.ops.aten.equal else _zero(args[0])
         if kwargs.get("device") is not None and any(t.is_meta for t in tensors_in([*args, *kwargs.values()])):
             kwargs["device"] = torch.device("meta")
         given = func(*args, **kwargs)
