@@ -7,7 +7,7 @@ filled does that, byte for byte, whatever its storages hold.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from deltarefit.targets.placing.rank import RankWeights
 from deltarefit.targets.placing.recorder import Load
 from deltarefit.targets.ranks import RankGroup
 from tests import helpers as h
-from tests.mini_loaders import Kinds, Mini
+from tests.mini_base import Kinds, Mini
 
 RUN = "ab" * 16
 Payload = tuple[bytes, PayloadRef]
@@ -202,6 +202,3 @@ def checkpoint_of(kinds: Kinds, seed: int = 0) -> h.Model:
 
 def loads(models: Iterable[Mini]) -> list[tuple[nn.Module, Load]]:
     return [(model, model.load_weights) for model in models]
-
-
-Build = Callable[[], Iterator[nn.Module]]

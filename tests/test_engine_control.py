@@ -298,6 +298,17 @@ def test_what_a_killed_follower_began_is_ended(
     assert not list(sglang.directory.glob("*.starting"))
 
 
+def test_what_somebody_else_began_is_left_alone(sglang: SglangHttp, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, control = live_sockets(monkeypatch, sglang), SglangControl(sglang.url)
+    sglang.session = True
+    with pytest.raises(UnavailableError, match="somebody else is updating"):
+        control.agents()
+    assert sglang.session
+    assert not sglang.paused
+    sglang.session = False
+    assert control.agents() == found
+
+
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 def test_sglang_through_a_pause(sglang: SglangHttp, mode: str) -> None:
     control = SglangControl(sglang.url, in_flight=mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from deltarefit.targets.placing.plan import make_plan  # noqa: E402
+from deltarefit.targets.placing.storages import storages_of  # noqa: E402
 from tests import helpers as h  # noqa: E402
 from tests import mini_ranks as mini  # noqa: E402
-from tests.mini_loaders import CASES, Mini  # noqa: E402
-from tests.placing_oracle import check_plan  # noqa: E402
+from tests.mini_base import Mini  # noqa: E402
+from tests.mini_loaders import CASES  # noqa: E402
+from tests.placing_oracle import COMPUTED, check_plan, planned, probed  # noqa: E402
 
 SIZED = [pytest.param(case, size, id=f"{name}-{size}") for name, case in CASES.items() for size in case.sizes]
 
@@ -84,3 +88,30 @@ def test_the_plan_is_what_probes_find(case: type[Mini], size: int) -> None:
     catalog = mini.catalog_of(case.kinds, case.aliases)
     for one in mini.rank_models(case, size, model):
         check_plan(one, catalog)
+
+
+@pytest.mark.parametrize(("name", "computed"), [("Mamba", {"A"}), ("Casts", {"f16", "narrow"}), ("Linear", set())])
+def test_probes_tell_copies_from_what_is_computed(name: str, computed: set[str]) -> None:
+    case = CASES[name]
+    [engine] = mini.rank_models(case, 1, mini.checkpoint_of(case.kinds))
+    found = probed(engine, mini.catalog_of(case.kinds))
+    for number, storage in enumerate(storages_of(engine)):
+        cells = [found[number, at] == COMPUTED for at in range(storage.numel)]
+        assert cells == [storage.names[0] in computed] * storage.numel, storage.names
+
+
+def test_probes_leave_out_what_is_constant() -> None:
+    case = CASES["Vocab"]
+    engine = mini.rank_models(case, 4, mini.checkpoint_of(case.kinds))[3]
+    assert probed(engine, mini.catalog_of(case.kinds)) == {}
+
+
+def test_probes_see_a_plan_that_is_wrong_by_one_element() -> None:
+    case = CASES["Linear"]
+    [engine] = mini.rank_models(case, 1, mini.checkpoint_of(case.kinds))
+    catalog = mini.catalog_of(case.kinds)
+    plan = make_plan(engine, engine.load_weights, catalog)
+    part = plan.parts[0]
+    wrong = replace(part, box=replace(part.box, canonical=part.box.canonical + 1))
+    assert planned(plan) == probed(engine, catalog)
+    assert planned(replace(plan, parts=(wrong, *plan.parts[1:]))) != probed(engine, catalog)

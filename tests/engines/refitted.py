@@ -1,11 +1,12 @@
 """vLLM engines in this process, one after the other, refitted in place and compared with fresh ones.
 
     with Child(tp=1) as child:
-        found = child.ask(model="llama", checkpoint=..., changed=..., store=..., prompts=[[5, 6]])
+        found = child.ask(checkpoint=..., changed=..., store=..., prompts=[[[5, 6], 0.0, None]], max_tokens=8)
 
 One process serves many requests, because importing vLLM takes longer than loading a tiny model. A request names two
 checkpoints and a store that has both as versions: the engine is started from the first, follows the store, and is
-asked for the SHA-256 of every tensor; then an engine is started from the second and asked the same.
+asked for the SHA-256 of every tensor and for replies; then an engine is started from the second and asked the same.
+Without a store an engine is started from ``checkpoint`` and asked. Prompts come with temperature and seed.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from deltarefit.records import Digest
+from deltarefit.targets.vllm_control import refuse_objections
 from tests.engines.inspecting import WORKER
 from tests.engines.servers import _QUIET, _VLLM, _cores, _path
 
 ANSWER = "answer: "
+ANSWER_S = 280.0
+"""Longest time for a request; the process is killed then."""
 
 
 class Child:
@@ -54,11 +59,16 @@ class Child:
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps({**request, "tp": self._tp}) + "\n")
-        process.stdin.flush()
-        for line in process.stdout:
-            if line.startswith(ANSWER):
-                return json.loads(line.removeprefix(ANSWER))  # type: ignore[no-any-return]
+        timer = threading.Timer(ANSWER_S, process.kill)
+        timer.start()
+        try:
+            process.stdin.write(json.dumps({**request, "tp": self._tp}) + "\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                if line.startswith(ANSWER):
+                    return json.loads(line.removeprefix(ANSWER))  # type: ignore[no-any-return]
+        finally:
+            timer.cancel()
         self.close()
         raise RuntimeError(f"an engine in a child process failed\n{self._said()}")
 
@@ -93,7 +103,7 @@ class _Control:
 
     def agents(self) -> Sequence[str]:
         found = sorted(self._engine.collective_rpc("deltarefit_agent"), key=lambda one: int(one["rank"]))
-        assert not any(one["objections"] for one in found), found
+        refuse_objections("vLLM", found)
         return [str(one["socket"]) for one in found]
 
     def pause(self) -> None: ...
@@ -112,7 +122,7 @@ def _engine(checkpoint: str, request: dict[str, Any]) -> Iterator[Any]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     engine = LLM(
-        model=checkpoint, skip_tokenizer_init=True, enforce_eager=True, max_model_len=512, max_num_seqs=4,
+        model=checkpoint, skip_tokenizer_init=True, enforce_eager=True, max_model_len=2048, max_num_seqs=4,
         kv_cache_memory_bytes=64 << 20, distributed_executor_backend="uni" if request["tp"] == 1 else "mp",
         tensor_parallel_size=request["tp"], generation_config="vllm", worker_extension_cls=WORKER,
         **request.get("options", {}),
@@ -127,15 +137,17 @@ def _engine(checkpoint: str, request: dict[str, Any]) -> Iterator[Any]:
 
 
 def _look(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Prompts one after the other: what a kernel gives for a row may depend on how many it is given."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
-    prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
-    outputs = engine.generate(prompts, sampling, use_tqdm=False)
-    return {
-        "sums": engine.collective_rpc("tensor_sums"),
-        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-    }
+    tokens = []
+    for prompt, temperature, seed in request["prompts"]:
+        sampling = SamplingParams(
+            temperature=temperature, seed=seed, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False
+        )
+        [output] = engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        tokens.append(list(output.outputs[0].token_ids))
+    return {"sums": engine.collective_rpc("tensor_sums"), "tokens": tokens}
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -144,6 +156,9 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     from deltarefit.stores import open_store
     from deltarefit.targets.engine import EngineTarget
 
+    if "store" not in request:
+        with _engine(request["checkpoint"], request) as engine:
+            return _look(engine, request)
     said: list[list[Any]] = []
     with _engine(request["checkpoint"], request) as engine:
         before = _look(engine, request)

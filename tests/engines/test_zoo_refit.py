@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from deltarefit.stores import open_store
 from tests.engines import zoo
 from tests.engines.refitted import Child
 
-PROMPTS = [[5, 6, 7, 8], [20, 30, 40]]
+PROMPTS = [([5, 6, 7, 8], 0.0, None), ([20, 30, 40], 0.0, None)]
 DENSITY = 0.1
 NAN, MINUS_ZERO = 0x7FA5, -0x8000
 """A NaN with a payload, and -0.0, as bfloat16 bits."""
@@ -50,8 +50,11 @@ def change(checkpoint: Path, into: Path, seed: int = 1) -> Path:
     return into
 
 
-def refit(child: Child, name: str, checkpoint: Path, scratch: Path) -> dict[str, Any]:
-    """Publish both checkpoints, and have an engine in ``child`` follow; what ``refitted`` answers."""
+def refit(
+    child: Child, name: str, checkpoint: Path, scratch: Path, options: Mapping[str, object] | None = None
+) -> dict[str, Any]:
+    """Publish both checkpoints, and have an engine in ``child`` follow, which was started with ``options`` besides what
+    the model needs; what ``refitted`` answers."""
     store = open_store(str(scratch / "store"))
     changed = change(checkpoint, scratch / "changed")
     publisher = Publisher(store, CheckpointSource(checkpoint))
@@ -61,7 +64,7 @@ def refit(child: Child, name: str, checkpoint: Path, scratch: Path) -> dict[str,
     publisher.close()
     answer = child.ask(
         checkpoint=str(checkpoint), changed=str(changed), store=str(scratch / "store"), prompts=PROMPTS,
-        spool=str(scratch / "spool"), options=zoo.VLLM_OPTIONS.get(name, {}),
+        max_tokens=8, spool=str(scratch / "spool"), options={**zoo.VLLM_OPTIONS.get(name, {}), **(options or {})},
     )  # fmt: skip
     return {**answer, "published": [published.version, published.digest]}
 
@@ -116,3 +119,13 @@ def test_a_refit_of_two_ranks_is_a_dense_load(
     answer = refit(two, name, checkpoint(name), tmp_path)
     print(f"{name}: {summary(answer)}")
     check(name, answer)
+
+
+@pytest.mark.parametrize(("dtype", "mode"), [("float16", "opaque"), ("float32", "xor-shifted")])
+def test_an_engine_that_serves_another_dtype(
+    dtype: str, mode: str, one: Child, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """float32 keeps the bits of bfloat16, and more; what float16 does not is made anew by the engine's loader."""
+    answer = refit(one, "llama", checkpoint("llama"), tmp_path, {"dtype": dtype})
+    assert {found for _, found, _, _ in answer["rows"]} == {mode}
+    check("llama", answer)

@@ -3,7 +3,9 @@
 ``World`` (``tests.distributed``) runs its ranks; they keep model, optimizer and publisher from one call to the next:
 
     with Trainer(base, store) as trainer:
-        trainer.turn("train", export=directory)
+        trainer.advance("train")
+        version = trainer.publish()["version"]
+        trainer.export(directory)
 
 The model is SmolLM2-135M with an output layer of its own. Masters are float32 and are published as bfloat16; the
 embedding is bfloat16 itself, so that the bits planted in it reach receivers as they are.
@@ -11,7 +13,6 @@ embedding is bfloat16 itself, so that the bits planted in it reach receivers as 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import shutil
 from pathlib import Path
@@ -23,7 +24,6 @@ from safetensors.torch import save_file
 from deltarefit import Publisher, open_store
 from deltarefit.demo.model import real_model
 from deltarefit.demo.task import problems
-from deltarefit.stores.wrappers import Limited
 from tests.distributed import Job, World
 
 RANKS = 2
@@ -40,11 +40,11 @@ STEPS = ("train", "plant", "count", "nothing")
 
 
 class Trainer:
-    """The ranks of one run. A context manager. ``bytes_per_s`` limits what the store takes from each rank."""
+    """The ranks of one run. A context manager; entering it publishes version 1, the checkpoint ``base``."""
 
-    def __init__(self, base: Path, store: Path, bytes_per_s: float = 0.0) -> None:
+    def __init__(self, base: Path, store: Path) -> None:
         self._world = World(RANKS, "tests.engines.trainer:preload")
-        self._start = str(base), str(store), bytes_per_s
+        self._start = str(base), str(store)
 
     def __enter__(self) -> Trainer:
         self._world.run(start, *self._start, timeout=TIMEOUT_S)
@@ -53,12 +53,19 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self._world.kill()
 
-    def turn(self, kind: str, export: Path | None = None, bytes_per_s: float = 0.0) -> dict[str, Any]:
-        """One of ``STEPS``, then a publish: version, digest, and what else rank 0 says of it. ``export``: where rank 0
-        saves the gathered model."""
-        into = None if export is None else str(export)
-        found: dict[str, Any] = self._world.run(turn, kind, into, bytes_per_s, timeout=TIMEOUT_S)[0]
+    def advance(self, kind: str) -> None:
+        """One of ``STEPS``; nothing is published yet."""
+        self._world.run(advance, kind, timeout=TIMEOUT_S)
+
+    def publish(self) -> dict[str, Any]:
+        """Version, digest, and what else rank 0 says of it."""
+        found: dict[str, Any] = self._world.run(publish, timeout=TIMEOUT_S)[0]
         return found
+
+    def export(self, into: Path) -> Path:
+        """The gathered model as a checkpoint."""
+        self._world.run(export, str(into), timeout=TIMEOUT_S)
+        return into
 
 
 def make_base(cache: Path, into: Path) -> Path:
@@ -99,7 +106,7 @@ def preload() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
-def start(job: Job, base: str, store: str, bytes_per_s: float) -> None:
+def start(job: Job, base: str, store: str) -> None:
     """Shard the model, and publish it as it is."""
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import AutoTokenizer
@@ -140,20 +147,17 @@ def _sharded(model: Any, mesh: Any) -> Any:
     return model
 
 
-def turn(job: Job, kind: str, export: str | None, bytes_per_s: float) -> dict[str, Any]:
-    """One step of ``STEPS`` and its publish."""
+def advance(job: Job, kind: str) -> None:
+    """One of ``STEPS``."""
     {"train": _train, "plant": _plant, "count": _count, "nothing": lambda job: None}[kind](job)
-    publisher, _state["steps"] = _state["publisher"], _state["steps"] + 1
-    if bytes_per_s:
-        store = publisher.log.store
-    published = publisher.publish(_state["steps"])
-    if export is not None:
-        with contextlib.redirect_stdout(None):
-            _export(job, Path(export))
-    return {
-        "version": published.version, "digest": published.digest, "changed": published.changed,
-        "density": published.density, "wire_bytes": published.wire_bytes, "seconds": published.seconds,
-    }  # fmt: skip
+    _state["steps"] += 1
+
+
+def publish(job: Job) -> dict[str, Any]:
+    """Of all ranks together."""
+    published = _state["publisher"].publish(_state["steps"])
+    names = ("version", "digest", "changed", "density", "wire_bytes", "seconds")
+    return {name: getattr(published, name) for name in names}
 
 
 def _train(job: Job) -> None:
@@ -167,7 +171,8 @@ def _train(job: Job) -> None:
 
 
 def _plant(job: Job) -> None:
-    """A NaN with a payload and a -0.0, in the embedding of a token that nobody says."""
+    """A step, and then a NaN with a payload and a -0.0 in the embedding of a token that nobody says."""
+    _train(job)
     local = _state["model"].model.embed_tokens.weight.to_local().detach()
     if job.rank == 0:
         local.view(torch.int16)[UNUSED, :2] = torch.tensor([NAN, MINUS_ZERO], dtype=torch.int16)
@@ -177,7 +182,7 @@ def _count(job: Job) -> None:
     _state["model"].get_buffer(COUNTER).add_(1 << 40)
 
 
-def _export(job: Job, into: Path) -> None:
+def export(job: Job, into: str) -> None:
     """Gathered by DTensor's own collectives, tensor by tensor, cast as a trainer's ``save_pretrained`` would be."""
     from torch.distributed.tensor import DTensor
 
@@ -188,6 +193,6 @@ def _export(job: Job, into: Path) -> None:
             full = full.detach()
             tensors[name] = full.bfloat16() if full.is_floating_point() else full.clone()
     if job.rank == 0:
-        _save(tensors, into)
+        _save(tensors, Path(into))
         for file in Path(_state["base"]).glob("*.json"):
-            shutil.copyfile(file, into / file.name)
+            shutil.copyfile(file, Path(into) / file.name)

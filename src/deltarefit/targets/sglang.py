@@ -33,7 +33,7 @@ EXPERTS = "UnquantizedFusedMoEMethod"
 METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType", EXPERTS)
 """Methods (``quant_method``) whose post-load step is known: it leaves storage alone, or is asked what it does."""
 _UNFILLED = re.compile(
-    r"(^|\.)(cos_sin_cache|cos_cached|sin_cached|inv_freq|(k|v)_scale(_float)?|w_kc|w_vc|w_scale(_k|_v)?|expert_map"
+    r"(^|\.)(cos_sin_cache|cos_cached|sin_cached|(original_)?inv_freq|(k|v)_scale(_float)?|w_kc|w_vc|w_scale(_k|_v)?|expert_map"
     r"|expert_location|topk_indices|_indexer_scale)$"
 )
 """Tensors that SGLang keeps and no checkpoint of unquantized weights fills: rotary tables, unit scales, maps; and

@@ -147,8 +147,8 @@ class SglangControl:
 
     def _start(self, size: int, marker: Path) -> None:
         """Have the loader called on every rank. It stands between the two calls that SGLang wants around a load."""
-        with self._standing_still(marker):
-            self._begin(marker)
+        with self._standing_still(marker) as is_left_over:
+            self._begin(is_left_over)
             body = {"serialized_named_tensors": [_NOTHING] * size, "load_format": LOADER}
             try:
                 self._asked("/update_weights_from_tensor", {**body, "flush_cache": False, "selector": "target"})
@@ -156,28 +156,31 @@ class SglangControl:
                 self._asked("/end_weight_update", {})
 
     @contextlib.contextmanager
-    def _standing_still(self, marker: Path) -> Iterator[None]:
+    def _standing_still(self, marker: Path) -> Iterator[bool]:
         """Without a pause SGLang would wait for all requests to end first. A follower that is killed here leaves the
-        marker behind: the next one ends what it began."""
-        was_paused = not self._http.request("GET", "/ready").ok and not marker.exists()
-        marker.write_text(str(time.time()))
+        marker behind (then it yields True): the next one ends what it began."""
+        is_left_over = marker.exists()
+        was_paused = not is_left_over and not self._http.request("GET", "/ready").ok
+        marker.touch()
         self._pause("retract")
         try:
-            yield
+            yield is_left_over
         finally:
             if not was_paused:
                 self.resume()
             marker.unlink(missing_ok=True)
 
-    def _begin(self, marker: Path) -> None:
+    def _begin(self, is_left_over: bool) -> None:
         path = "/begin_weight_update"
         reply = self._http.request("POST", path, {"selector": "target"}, deadline_s=START_S)
-        if reply.ok:
-            return
         if "already open" not in reply.text:
             self._http.check(reply, path)
-        self._asked("/end_weight_update", {})
-        self._asked(path, {"selector": "target"})
+        elif is_left_over:
+            self._asked("/end_weight_update", {})
+            self._asked(path, {"selector": "target"})
+        else:
+            step = "Let it end, or end it: POST /end_weight_update."
+            raise UnavailableError("somebody else is updating the weights of SGLang", found=reply.shown, next_step=step)
 
     def _asked(self, path: str, body: object) -> None:
         answer = self._http.post(path, body, deadline_s=START_S)

@@ -18,13 +18,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CheckpointFiles:
-    """Safetensors files of a directory. ``available`` is false where there is none: then nothing is known of what the
-    engine loaded."""
+    """Safetensors files of a directory, or of a model's name on the Hugging Face hub whose files are on this machine.
+    ``available`` is false where there is none: then nothing is known of what the engine loaded."""
 
-    def __init__(self, directory: str | Path | None) -> None:
+    def __init__(self, checkpoint: str | Path | None) -> None:
         self._files: dict[str, Path] = {}
-        paths = sorted(Path(directory).glob("*.safetensors")) if directory and Path(directory).is_dir() else []
-        for path in paths:
+        directory = None if checkpoint is None else _directory(str(checkpoint))
+        for path in sorted(directory.glob("*.safetensors")) if directory else []:
             with _opened(path) as file:
                 self._files.update(dict.fromkeys(file.keys(), path))
 
@@ -49,6 +49,17 @@ class CheckpointFiles:
         flat = tensor.contiguous().reshape(-1).view(_INTEGERS[entry.width])
         elements: Elements = flat.numpy().view(f"u{entry.width}")
         return elements
+
+
+def _directory(checkpoint: str) -> Path | None:
+    if Path(checkpoint).is_dir():
+        return Path(checkpoint)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(checkpoint, local_files_only=True))
+    except (ImportError, ValueError, OSError):  # no name of the hub, or nothing of it is here
+        return None
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import torch
 
 from deltarefit.affine import AffineMap, Box, NotAffineError, compose, disjoint, rows_of
 from deltarefit.affine.boxes import ascends, box_of, flipped, ordered
-from deltarefit.errors import UsageError
+from deltarefit.errors import UnavailableError
 from deltarefit.manifest import TORCH_NAMES, Catalog
 from deltarefit.pieces import Piece
 from deltarefit.targets.placing.recorder import Landing, Load, Recording, record
@@ -74,18 +74,19 @@ class Plan:
     """Checkpoint names of each tensor that the loader takes."""
     places: Mapping[str, tuple[object, ...]]
 
-    def moved(self, model: torch.nn.Module) -> list[str]:
-        """Tensors of the model that were moved, rebound or reshaped since."""
-        now = places_of(model)
-        return [] if now == self.places else sorted(n for n in {*now, *self.places} if now.get(n) != self.places.get(n))
+    def holds(self, model: torch.nn.Module) -> bool:
+        """Whether every tensor of the model is where it was, unmoved, not rebound and not reshaped."""
+        return places_of(model) == self.places
 
     def check(self, model: torch.nn.Module) -> None:
-        """Raises ``UsageError`` if a tensor of the model was moved, rebound or reshaped since."""
-        if moved := self.moved(model):
-            raise UsageError(
+        """Raises ``UnavailableError`` unless it ``holds``."""
+        now = places_of(model)
+        if now != self.places:
+            moved = sorted(n for n in {*now, *self.places} if now.get(n) != self.places.get(n))
+            raise UnavailableError(
                 "the engine moved its weights since their placement was recorded",
                 found=", ".join(moved[:8]),
-                next_step="Start the follower again: it records the placement anew and checks every bit.",
+                next_step="Attach again: their placement is recorded anew then, and every bit is checked.",
             )
 
 
@@ -148,21 +149,27 @@ class _Sorting:
         kept = list(dict.fromkeys(landing for landing in self._recording.landings if landing.name))
         kept = list({(self._numbers[one.name], one.storage, one.boxes, one.casts): one for one in kept}.values())
         order = {id(landing): number for number, landing in enumerate(self._recording.landings)}
-        nameless = [landing for landing in self._recording.landings if not landing.name]
+        nameless = list(dict.fromkeys(landing for landing in self._recording.landings if not landing.name))
         for one, other in _meeting([*kept, *nameless]):
             self._overlap(*sorted((one, other), key=lambda landing: order[id(landing)]))
         return kept
 
     def _overlap(self, first: Landing, last: Landing) -> None:
-        """The same element is written twice; harmless only if what came first was nobody's."""
-        if not first.name:
-            return
-        one, other = (self._numbers.get(landing.name, -1) for landing in (first, last))
-        if last.name and one != other:
-            names = [self._catalog.tensors[tensor].name for tensor in sorted((one, other))]
-            for tensor in (one, other):
+        """The same element is written twice: harmless if the first write was of the second's tensor, and of nothing
+        that comes from one. Else one of them, loaded alone, would undo what is live of the other."""
+        one, other = self._causes(first), self._causes(last)
+        if first.name and last.name and one != other:
+            names = [self._catalog.tensors[tensor].name for tensor in sorted(one | other)]
+            for tensor in one | other:
                 self._refused[tensor] = f"the engine keeps {names[0]} and {names[1]} in one place, as if they were tied"
-        self._opaque.setdefault(one, "the loader writes to the same place again")
+        if first.name or (one and one != other):
+            for tensor in one | other:
+                self._opaque.setdefault(tensor, "the loader writes to the same place again")
+            self._together.append(one | other)
+
+    def _causes(self, landing: Landing) -> frozenset[int]:
+        """The tensors that have the loader write there."""
+        return frozenset(self._numbers[name] for name in ([landing.name] if landing.name else landing.by))
 
     def _parts(self, landing: Landing) -> Iterator[Part]:
         tensor = self._numbers[landing.name]
@@ -214,15 +221,16 @@ def _unfolded(box: Box) -> Iterator[Box]:
 
 
 def _meeting(landings: Sequence[Landing]) -> Iterator[tuple[Landing, Landing]]:
-    """Pairs that write to the same element of a storage, of which at least one has a name."""
+    """Pairs that write to the same element of a storage, of which at least one comes from tensors."""
     spans = [(landing.storage, *_span(box), box, landing) for landing in landings for box in landing.boxes]
     spans.sort(key=lambda span: span[:3])
     near: list[tuple[int, int, int, Box, Landing]] = []
     for span in spans:
         near = [other for other in near if other[0] == span[0] and other[2] > span[1]]
         for other in near:
-            named = other[4].name or span[4].name
-            if named and other[4] is not span[4] and _share(other[3], span[3]):
+            one, last = other[4], span[4]
+            telling = one.name or last.name or ((one.made or last.made) and one.by != last.by)
+            if telling and other[4] is not span[4] and _share(other[3], span[3]):
                 yield other[4], span[4]
         near.append(span)
 

@@ -102,16 +102,18 @@ class RankWeights:
         """Whether shadow bits are those of the version that is live."""
         self._unfinished = False
         """Whether something was written that the native loader or ``after`` has not seen yet."""
+        self._checked = False
+        """Whether the plan was checked since the last look at the live bits."""
         workers = threads or min(MAX_THREADS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="refit")
 
     # ------------------------------------------------------------------------------------ attaching
 
     def attach(self, run: str, catalog: Catalog) -> dict[str, Any]:
-        """Record the placement of ``catalog``, unless that was done already and the weights still lie there; this rank's
-        plan (``ranks.RankGroup``)."""
+        """Record the placement of ``catalog``, unless that was done already and the weights still lie there; this
+        rank's plan (``ranks.RankGroup``)."""
         at = self._at
-        if at is None or (at.run, at.catalog) != (run, catalog) or at.plan.moved(self._model):
+        if at is None or (at.run, at.catalog) != (run, catalog) or not at.plan.holds(self._model):
             plan = make_plan(self._model, self._load, catalog, self._layouts)
             self._refuse_leftovers(plan)
             shadows = Shadows(catalog, plan.storages, self._load, plan.names)
@@ -218,7 +220,9 @@ class RankWeights:
         if op is Op.SKIP or self._is_written(staged):
             return
         at = self._attached()
-        at.plan.check(self._model)
+        if not self._checked:  # once for all payloads of a pause
+            at.plan.check(self._model)
+        self._checked = True
         staged.done, self._unfinished = None, True
         self._each(partial(self._apply, at), staged.deltas)
         staged.done = True
@@ -284,6 +288,7 @@ class RankWeights:
 
     def _finish(self, at: _Attached) -> None:
         """After writes: opaque tensors through the native loader, then what the engine derives."""
+        self._checked = False
         if self._unfinished:
             at.shadows.load()
             self._after()

@@ -7,12 +7,14 @@ copies onto itself, buffers in between. What cannot be followed is opaque, with 
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from deltarefit.affine import Box
 from deltarefit.affine.boxes import ascends
@@ -39,19 +41,22 @@ MAX_TRIES = 64
 @dataclass(frozen=True)
 class Landing:
     """A write into a live storage. ``name`` is the checkpoint tensor whose elements land, by ``boxes`` that lead from
-    its flat positions to the storage's; without a name, something else lands there."""
+    its flat positions to the storage's; without a name, something else lands there: ``made`` of tensors ``by``, or a
+    constant, when the loader had asked for ``by`` last."""
 
     storage: int
     boxes: tuple[Box, ...]
     name: str = ""
     casts: Casts = ()
+    by: frozenset[str] = frozenset()
+    made: bool = False
 
 
 @dataclass
 class Recording:
     """All that a loader did, in order. ``opaque``: why a tensor's elements cannot be followed; ``refused``: why the
-    loader does not take a tensor; ``together``: names that an opaque tensor has to be loaded with; ``taken``: names that
-    the loader asked for."""
+    loader does not take a tensor; ``together``: names that an opaque tensor has to be loaded with; ``taken``: names
+    that the loader asked for."""
 
     landings: list[Landing] = field(default_factory=list)
     opaque: dict[str, str] = field(default_factory=dict)
@@ -87,9 +92,22 @@ def record(model: torch.nn.Module, load: Load, kinds: Mapping[str, Kind]) -> tup
             opaque[recorder.current] = f"the loader looks at values: {reason}"
         else:
             refused[recorder.current] = f"the loader does not take it: {reason}"
+    if shapes := recorder.kept_outside():
+        raise UsageError(
+            "the native loader writes to tensors outside of the model's parameters and buffers",
+            found="tensors of " + ", ".join(map(str, shapes[:8])),
+            next_step="Refit this engine from a directory (follow --into), and report the model.",
+        )
     recorder.found.opaque.update(opaque)
     recorder.found.refused.update(refused)
     return recorder.found, storages
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def _shown(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 class _Bound:
@@ -97,17 +115,18 @@ class _Bound:
 
     def __init__(self, model: torch.nn.Module) -> None:
         modules = list(model.modules())
-        tables = [table for module in modules for table in (vars(module), module._parameters, module._buffers)]
-        self._tables = [(table, dict(table)) for table in tables]
+        tables = [table for module in modules for table in (vars(module), *map(vars(module).get, _TABLES))]
+        self._tables = [(table, dict(table)) for table in tables if table is not None]
         self._tensors = [(found.tensor, found.tensor.data) for found in tensors_of(model) if found.kind != "attribute"]
 
     def restore(self) -> None:
-        """Have everything as it was."""
+        """Have everything as it was, and touch nothing that is: the engine may be running."""
         for table, was in self._tables:
-            table.clear()
-            table.update(was)
+            for key in [key for key in table if key not in was]:
+                del table[key]
+            table.update({key: value for key, value in was.items() if key not in table or table[key] is not value})
         for tensor, data in self._tensors:
-            if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape or tensor.stride() != data.stride():
+            if _shown(tensor) != _shown(data):
                 tensor.data = data
 
 
@@ -128,6 +147,7 @@ class _Recorder(Provenance):  # type: ignore[no-untyped-call]
         """The tensor that the loader asked for last."""
         self._live = {storage.pointer: number for number, storage in enumerate(storages)}
         self._widths = [storage.width for storage in storages]
+        self._outside: list[tuple[StorageWeakRef, tuple[int, ...]]] = []
 
     def run(self, load: Load, kinds: Mapping[str, Kind]) -> Exception | None:
         """Drive the loader once; what it raised."""
@@ -206,6 +226,7 @@ class _Recorder(Provenance):  # type: ignore[no-untyped-call]
             if memory.given:
                 self.spoil(f"written to by {func}", [to], [to, source])
             memory.patched = True
+            self._note_outside(to)
             self.carry(source.expand(to.shape), to, memory, cast_of(source, to))
         elif to.is_meta or self.followed(to):
             self._changed(func, [to], [to])
@@ -221,12 +242,26 @@ class _Recorder(Provenance):  # type: ignore[no-untyped-call]
             if place is not None and func.overloadpacket.__name__ in _REBINDS:
                 raise UsageError("weights would get other memory", found=func)
             if place is not None:
-                self._note_opaque(f"written by {func}", made_of)
-                self.found.landings.append(Landing(place, (_box(tensor, self._widths[place]),)))
+                self._land_other(place, tensor, f"written by {func}", made_of)
             elif func.overloadpacket in _FILLS and tensor.numel() == self.memory(tensor).numel:
                 self._forget(tensor)
             else:
+                self._note_outside(tensor)
                 self.spoil(f"written by {func}", [tensor], made_of)
+
+    def _note_outside(self, tensor: torch.Tensor) -> None:
+        """Memory that is none of the model's was to be written to: a buffer in between, or weights kept elsewhere."""
+        if not tensor.is_meta and tensor.numel():
+            storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self._outside.append((storage, tuple(tensor.shape)))
+
+    def kept_outside(self) -> list[tuple[int, ...]]:
+        """Shapes of such tensors that are still there after the loader. Forgets all that was followed."""
+        self._memories.clear()
+        self._alive.clear()
+        if self._outside:
+            gc.collect()
+        return [shape for storage, shape in self._outside if not storage.expired()]  # type: ignore[no-untyped-call]
 
     def _forget(self, tensor: torch.Tensor) -> None:
         """All of it is a constant now."""
@@ -238,22 +273,19 @@ class _Recorder(Provenance):  # type: ignore[no-untyped-call]
         if not to.numel():
             return
         if not self.followed(source):
-            self.found.landings.append(Landing(place, (_box(to, self._widths[place]),)))
+            self._land_other(place, to, "", [])
             return
         origins, reason = self._landed(place, to, source)
         if reason is not None or not origins:
-            self._note_opaque(reason or "", [source])
-            self.found.landings.append(Landing(place, (_box(to, self._widths[place]),)))
+            self._land_other(place, to, reason or "", [source])
         else:
             self.found.landings += [Landing(place, origin.boxes, origin.source, origin.casts) for origin in origins]
-            memory = self.memory(to)  # whatever is made of it from now on comes from what lands here
-            memory.reason = "made of weights that were loaded before"
-            memory.names.update(origin.source for origin in origins)
+            self._loaded(to, {origin.source for origin in origins})
 
     def _landed(self, place: int, to: torch.Tensor, source: torch.Tensor) -> tuple[list[Origin], str | None]:
         """The elements that land, none if all are constants; or why they cannot be followed."""
         memory = self.memory(source)
-        if memory.reason or not self.names_in(source):
+        if memory.reason or not self._names([source]):
             return [], memory.reason
         if to.element_size() != self._widths[place]:
             return [], "bits seen as another dtype"
@@ -265,8 +297,28 @@ class _Recorder(Provenance):  # type: ignore[no-untyped-call]
             return [], reason
         return self.carried(source, to, cast_of(source, to)), None
 
+    def _land_other(self, place: int, to: torch.Tensor, reason: str, made_of: Sequence[torch.Tensor]) -> None:
+        """Something lands that is no copy of tensors, but may be made of some."""
+        self._note_opaque(reason, made_of)
+        names = self._names(made_of)
+        by = names or frozenset([self.current] if self.current else [])
+        self.found.landings.append(Landing(place, (_box(to, self._widths[place]),), by=by, made=bool(names)))
+        self._loaded(to, names)
+
+    def _loaded(self, to: torch.Tensor, names: Iterable[str]) -> None:
+        """Whatever is made of these weights from now on comes from what landed here."""
+        if found := set(names):
+            memory = self.memory(to)
+            memory.reason = "made of weights that were loaded before"
+            memory.names |= found | {_LIVE}
+
     def _names(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
-        return frozenset(name for tensor in tensors if self.followed(tensor) for name in self.names_in(tensor))
+        """The checkpoint tensors that had a part in these. Where live weights were looked at, that is also the one that
+        the loader had asked for last: only given that will it do the same again."""
+        names = {name for tensor in tensors if self.followed(tensor) for name in self.names_in(tensor)}
+        if _LIVE in names:
+            names.add(self.current)
+        return frozenset(names - {_LIVE})
 
     def _note_opaque(self, reason: str, made_of: Sequence[torch.Tensor]) -> None:
         names = self._names(made_of)
@@ -276,6 +328,8 @@ class _Recorder(Provenance):  # type: ignore[no-untyped-call]
             self.found.together.append(names)
 
 
+_LIVE = ""
+"""Stands among names for weights that were loaded before."""
 _FILLS = (torch.ops.aten.fill_, torch.ops.aten.zero_)
 _LOOKS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal)
 """Operations that give values of tensors to Python."""

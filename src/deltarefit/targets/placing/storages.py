@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch.nn.parameter import is_lazy
+
+from deltarefit.errors import UsageError
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -54,10 +57,14 @@ class Found:
 
 def tensors_of(model: torch.nn.Module) -> Iterator[Found]:
     """Every tensor that a model keeps, under every one of its names; plain attributes of modules too, one level of
-    lists and dicts deep."""
+    lists and dicts deep. ``UsageError`` if a parameter has no memory yet."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for leaf, tensor in module._parameters.items():
+            if is_lazy(tensor):
+                raise UsageError(
+                    f"parameter {dot + leaf} has no memory yet", next_step="Load the engine's weights first."
+                )
             if tensor is not None:
                 yield Found(dot + leaf, tensor, "parameter")
         for leaf, tensor in module._buffers.items():
