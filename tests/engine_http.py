@@ -238,7 +238,7 @@ class SglangHttp(Server):
         return 200, {"success": True}
 
 
-def until(holds: Callable[[], object], seconds: float = 20.0) -> None:
+def until(holds: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait until ``holds()``; fails after ``seconds``."""
     end = time.monotonic() + seconds
     while not holds():

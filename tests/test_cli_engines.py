@@ -221,7 +221,7 @@ def test_a_follower_killed_in_a_pause_is_succeeded(place: Start, growing: Growin
     with here.following() as following:
         until(lambda: here.http.calls[-1][0] == "GET")
         model = grow()
-        until(lambda: here.engine.paused)
+        until(lambda: (header := here.engine.header()) is not None and header.state is State.DIRTY)
         following.process.kill()
         following.process.wait(20)
     assert here.engine.paused

@@ -432,7 +432,7 @@ def kill_followers(
         live.followed(store, serving.target(), emit=counters, prove=chooser.random() < 0.5)
 
     typical = timed(agent)
-    while counters["kills"] < 40 or counters["rounds"] < 2:
+    while counters["kills"] < 40 or counters["rounds"] < 2 or (not counters["torn"] and counters["kills"] < 160):
         header = serving.header()
         if header is not None and (header.state, header.version) == (State.CLEAN, chain.head):
             assert not serving.wrong(chain.models[chain.head])

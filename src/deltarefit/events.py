@@ -12,8 +12,9 @@ class Event:
 
     Progress events (type ``progress``) have ``done`` and ``total`` in bytes of ``phase``; an event that ends a phase
     (type ``phase``) has ``seconds``. A publisher ends prepare, encode, hint and baseline (see ``Published``), and makes
-    progress in encode, seed (rebuilding its baseline) and baseline; a receiver ends seed, stage, write and verify, and
-    makes progress in seed and stage. Other verbs make progress in compare, verify, anchor and fetch.
+    progress in encode, seed (rebuilding its baseline) and baseline. A receiver ends seed, stage, quiesce (until
+    generation stands still), write, verify and resume, and makes progress in seed and stage. Other verbs make progress
+    in compare, verify, anchor and fetch.
     ``fields`` holds what else there is to know: integers, floats and strings only.
     """
 

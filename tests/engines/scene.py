@@ -75,12 +75,14 @@ class Scene:
         ]
 
     def ready(self) -> dict[str, Any]:
-        """What readiness says: its status, and the body."""
+        """What readiness says: its status, and the body; status 0 if nobody answers."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/ready", timeout=10) as reply:
                 return {"status": reply.status, **json.loads(reply.read())}
         except urllib.error.HTTPError as error:
             return {"status": error.code, **json.loads(error.read())}
+        except OSError:
+            return {"status": 0, "version": 0, "state": "silent"}
 
     def verify(self) -> dict[str, Any]:
         """``deltarefit verify``: reads all bits of the engine, and compares with the log."""

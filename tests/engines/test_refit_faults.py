@@ -138,7 +138,8 @@ def test_followers_killed_in_the_middle_of_a_write_are_succeeded(place: Place) -
         assert (done.code, done.last) == (0, str(place.turns.head)), done.err
         assert not [line for line in done.err.splitlines() if line.startswith(("seed", "warning"))], done.err
         assert place.header() == (incarnation, State.CLEAN.value)
-        place.check()
+        assert vllm_sums(place.server) == place.turns.held["sums"]
+    place.check()
     print(json.dumps({"write_s": seconds["write"], "rounds": KILLS, "left dirty": torn}))
     assert torn >= KILLS // 2, "the kills did not hit the writes"
 

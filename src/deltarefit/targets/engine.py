@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -102,8 +102,10 @@ class EngineTarget:
         try:
             for path in paths:
                 self._clients.append(AgentClient(path))
-            self._incarnations = self._met(self._all(AgentClient.hello) if paths else [])
-            found = self._all(lambda client: client.attach(run, catalog))
+            hellos = self._all(AgentClient.hello) if paths else []
+            self._incarnations = self._met(hellos)
+            with self._standing_still() if not all(hello["plan"] for hello in hellos) else nullcontext():
+                found = self._all(lambda client: client.attach(run, catalog))
             self._plans = [identity for _, identity in found]
             group = RankGroup(catalog, [plan for plan, _ in found])
             self._each(lambda rank, client: client.assign(group.assignment(rank)))
@@ -111,6 +113,15 @@ class EngineTarget:
             self.close()
             raise
         self._catalog, self._group = catalog, group
+
+    @contextmanager
+    def _standing_still(self) -> Iterator[None]:
+        """The first recording of a plan runs the engine's loader, which may set what a forward pass reads."""
+        self._control.pause()
+        try:
+            yield
+        finally:
+            self._control.resume()
 
     def watch(self) -> None:
         self._control.check()

@@ -6,12 +6,13 @@ loader once, without storage, to find out where canonical bits go (``targets.pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from deltarefit.errors import UsageError
+from deltarefit.errors import NotFoundError, UsageError
 from deltarefit.manifest import Catalog, Header, PayloadRef
 from deltarefit.protocol.messages import Op
 from deltarefit.records import Digest
@@ -56,8 +57,19 @@ class LoadedModuleTarget:
         return self._group.report if self._group else []
 
     def attach(self, run: str, catalog: Catalog) -> None:
-        self._group = RankGroup(catalog, [self._rank.attach(run, catalog)])
-        self._rank.assign(self._group.assignment(0))
+        """As ``ports.LiveTarget``. Users stand still the first time: recording runs the loader, which may set what a
+        forward pass reads."""
+        with nullcontext() if self._group else self._standing_still():
+            self._group = RankGroup(catalog, [self._rank.attach(run, catalog)])
+            self._rank.assign(self._group.assignment(0))
+
+    @contextmanager
+    def _standing_still(self) -> Iterator[None]:
+        self._on_pause()
+        try:
+            yield
+        finally:
+            self._on_resume()
 
     def proof(self) -> Digest | None:
         return self._rank.proof()
@@ -83,7 +95,9 @@ class LoadedModuleTarget:
         return self._rank.staged(ref)
 
     def live(self, ref: PayloadRef) -> Digest:
-        return self._total(self._rank.live(ref) or {})
+        if (sums := self._rank.live(ref)) is None:
+            raise NotFoundError(f"payload {ref.sha256[:12]} is not staged", next_step="Stage it.")
+        return self._total(sums)
 
     def write(self, ref: PayloadRef, op: Op) -> None:
         self._rank.write(ref, op)

@@ -8,7 +8,6 @@ down for the follower instead of being raised: an exception would end the server
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
@@ -17,24 +16,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from deltarefit.affine import NotAffineError, fit
-from deltarefit.errors import UsageError
 from deltarefit.localfiles import write_durably
 from deltarefit.targets.agent import Agent, private_directory, run_directory
+from deltarefit.targets.placing import permutations
 from deltarefit.targets.placing.plan import Layout
 from deltarefit.targets.placing.rank import RankWeights
 from deltarefit.targets.placing.storages import Storage
-from deltarefit.targets.vllm_layouts import permutation
 
 EXPERTS = "UnquantizedFusedMoEMethod"
 METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType", EXPERTS)
 """Methods (``quant_method``) whose post-load step is known: it leaves storage alone, or is asked what it does."""
 _UNFILLED = re.compile(
     r"(^|\.)(cos_sin_cache|cos_cached|sin_cached|(original_)?inv_freq|(k|v)_scale(_float)?|w_kc|w_vc|w_scale(_k|_v)?|expert_map"
-    r"|expert_location|topk_indices|_indexer_scale)$"
+    r"|axis_map|expert_location|topk_indices|_indexer_scale)$"
 )
 """Tensors that SGLang keeps and no checkpoint of unquantized weights fills: rotary tables, unit scales, maps; and
 ``w_kc``, ``w_vc``, which ``post_load_weights`` derives."""
@@ -143,46 +139,10 @@ def _unknown(model: torch.nn.Module) -> list[str]:
 
 
 def layouts_of(model: torch.nn.Module, storages: Sequence[Storage]) -> Mapping[int, Layout]:
-    """What became of each storage of experts after loading, by number (``placing.plan.Layouts``); found out by running
-    the post-load step once more on stand-ins whose bits count elements."""
-    numbers = {storage.pointer: number for number, storage in enumerate(storages)}
-    known: dict[object, Layout | None] = {}
-    layouts: dict[int, Layout] = {}
-    for layer in model.modules():
-        if type(getattr(layer, "quant_method", None)).__name__ != EXPERTS:
-            continue
-        for leaf, parameter in layer._parameters.items():
-            if parameter is None:
-                continue
-            kind = (leaf, tuple(parameter.shape), parameter.dtype)
-            if kind not in known:
-                known[kind] = _layout(layer, leaf)
-            number = numbers.get(parameter.untyped_storage().data_ptr())
-            if (layout := known[kind]) is not None and number is not None:
-                layouts[number] = layout
-    return layouts
+    """What became of each storage of experts after loading (``placing.permutations``)."""
+    layers = (m for m in model.modules() if type(getattr(m, "quant_method", None)).__name__ == EXPERTS)
+    return permutations.layouts_of(layers, storages, _after_loading, lambda layer: None)
 
 
-def _layout(layer: torch.nn.Module, leaf: str) -> Layout | None:
-    try:
-        positions = permutation(layer._parameters[leaf], partial(_run, layer, leaf))
-        return None if np.array_equal(positions, np.arange(positions.size)) else fit(positions)
-    except NotAffineError as error:
-        return f"its layout after loading is no union of a few boxes: {error.what}"
-    except Exception as error:  # noqa: BLE001 - whatever a post-load step raises, its layout is not known
-        return f"its layout after loading cannot be found out: {type(error).__name__}: {error}"
-
-
-def _run(layer: torch.nn.Module, leaf: str, plane: torch.Tensor) -> torch.Tensor:
-    stand_in = copy.copy(layer)
-    stand_in._parameters = {
-        name: None if p is None else torch.nn.Parameter(torch.zeros_like(p), requires_grad=False)
-        for name, p in layer._parameters.items()
-    }
-    stand_in._parameters[leaf] = torch.nn.Parameter(plane, requires_grad=False)
-    with torch.no_grad():
-        layer.quant_method.process_weights_after_loading(stand_in)  # type: ignore[union-attr, operator]
-    made = stand_in._parameters[leaf]
-    if made is None:
-        raise UsageError("the post-load step drops a parameter", found=leaf)
-    return made
+def _after_loading(layer: torch.nn.Module, stand_in: torch.nn.Module) -> None:
+    layer.quant_method.process_weights_after_loading(stand_in)  # type: ignore[union-attr, operator]

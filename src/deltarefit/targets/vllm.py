@@ -21,7 +21,7 @@ from deltarefit.targets.placing.rank import RankWeights
 from deltarefit.targets.vllm_layouts import layouts_of, unknown_methods
 
 _UNFILLED = re.compile(
-    r"(^|\.)(cos_sin_cache|cos_cached|sin_cached|inv_freq|kv_cache(\.\d+)*|_?[qkv]_scale(_float)?|_?prob_scale"
+    r"(^|\.)(cos_sin_cache|cos_cached|sin_cached|(original_)?inv_freq|axis_map|kv_cache(\.\d+)*|_?[qkv]_scale(_float)?|_?prob_scale"
     r"|_?o_scale|_[qkv]_scale_cpu|expert_map|_expert_map|expert_load_view|q_range|k_range|v_range|slot_mapping"
     r"|normalizer)$"
 )

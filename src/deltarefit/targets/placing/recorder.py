@@ -34,6 +34,9 @@ from deltarefit.tracing import (
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 """A native loader: takes checkpoint tensors by name and puts them where they belong."""
+OWN_THREADS = "refit-"
+THREADED_TRIES = 3
+"""Recordings in which threads must have come up before they are taken for the loader's."""
 MAX_TRIES = 64
 """Names that may make a loader raise, each left out of the next try."""
 
@@ -74,12 +77,16 @@ def record(model: torch.nn.Module, load: Load, kinds: Mapping[str, Kind]) -> tup
     """
     storages, before, bound = storages_of(model), places_of(model), _Bound(model)
     opaque, refused = dict[str, str](), dict[str, str]()
+    threaded = 0
     while True:
         recorder = _Recorder(storages)
         error = recorder.run(load, {n: kind for n, kind in kinds.items() if n not in opaque and n not in refused})
         after = places_of(model)
         bound.restore()
         _refuse_moved(before, after)
+        if recorder.threads and (threaded := threaded + 1) < THREADED_TRIES:  # they may be somebody else's
+            continue
+        _refuse_threads(recorder.threads)
         if error is None:
             break
         if not recorder.current or len(opaque) + len(refused) == MAX_TRIES:
@@ -139,29 +146,36 @@ def _refuse_moved(before: Mapping[str, object], after: Mapping[str, object]) -> 
         )
 
 
+def _refuse_threads(threads: Sequence[threading.Thread]) -> None:
+    if threads:
+        raise UsageError(
+            "the native loader starts threads, whose writes cannot be seen",
+            found=", ".join(thread.name for thread in threads[:8]),
+            next_step="Switch its threads off, or refit from a directory (follow --into).",
+        )
+
+
 class _Recorder(Provenance):  # type: ignore[no-untyped-call]
     def __init__(self, storages: Sequence[Storage]) -> None:
         super().__init__()
         self.found = Recording()
         self.current = ""
         """The tensor that the loader asked for last."""
+        self.threads: list[threading.Thread] = []
+        """Threads that came up while it ran."""
         self._live = {storage.pointer: number for number, storage in enumerate(storages)}
         self._widths = [storage.width for storage in storages]
         self._outside: list[tuple[StorageWeakRef, tuple[int, ...]]] = []
 
     def run(self, load: Load, kinds: Mapping[str, Kind]) -> Exception | None:
         """Drive the loader once; what it raised."""
-        threads = threading.active_count()
+        before = threading.enumerate()
         try:
             with self, torch.no_grad():
                 load(self._checkpoint(kinds))
         except Exception as error:  # noqa: BLE001 - whatever a loader raises about one tensor is that tensor's reason
             return error
-        if threading.active_count() > threads:
-            raise UsageError(
-                "the native loader starts threads, whose writes cannot be seen",
-                next_step="Switch its threads off, or refit from a directory (follow --into).",
-            )
+        self.threads = [t for t in threading.enumerate() if t not in before and not t.name.startswith(OWN_THREADS)]
         return None
 
     def _checkpoint(self, kinds: Mapping[str, Kind]) -> Iterator[tuple[str, torch.Tensor]]:
