@@ -185,6 +185,19 @@ def bench_memory(call: Call, quick: options.Quick = False) -> None:
     call.out.final(result)
 
 
+@verb(_bench, "apply", remote=False)
+def bench_apply(call: Call, quick: options.Quick = False) -> None:
+    """Measure what the write of a refit costs one rank of a serving engine, on one core.
+
+    Half of a Llama-style model with fused and sharded weights takes changes of the whole, against a dense load,
+    a plain scatter and a copy; every result is compared with the dense load's bits. Needs 6 GiB of memory and
+    the torch extra. The last line of stdout is JSON.
+    """
+    result = _extra("deltarefit.bench.apply").run(quick, call.out.say)
+    call.out.table(_extra("deltarefit.bench.apply_report").table(result))
+    call.out.final(result)
+
+
 @verb(app, "demo", remote=False)
 def demo(call: Call, quick: options.Quick = False, cache: options.Cache = None) -> int:
     """Train a small model and refit a live model in another process after each step, end to end.

@@ -85,6 +85,12 @@ class Agent:
         self._connections: set[socket.socket] = set()
         self.path = ""
 
+    @property
+    def header(self) -> str | None:
+        """What a follower noted here about the weights (``engine.read_note``)."""
+        header = self._weights.header
+        return None if header is None else header.decode()
+
     def start(self) -> str:
         """Listen; the path of the socket."""
         directory = private_directory(self._directory or run_directory())
@@ -183,13 +189,12 @@ class Agent:
 
     def _hello(self, who: object) -> dict[str, Any]:
         """Who this is and what it holds; never waits for a request that is being carried out."""
-        header = self._weights.header
         return {
             "incarnation": self.incarnation,
             "pid": os.getpid(),
             "rank": self.rank,
             "size": self.size,
-            "header": None if header is None else header.decode(),
+            "header": self.header,
             "busy": self._busy,
             "plan": self._plan,
             "attached": self._owner is who,
@@ -209,8 +214,7 @@ class Agent:
         self._weights.header = None if text is None else str(text).encode()
 
     def _get_header(self, request: dict[str, Any]) -> str | None:
-        header = self._weights.header
-        return None if header is None else header.decode()
+        return self.header
 
     def _stage(self, request: dict[str, Any]) -> dict[str, list[str]]:
         ref = _ref(request)

@@ -17,6 +17,7 @@ import torch
 
 from deltarefit.errors import UsageError
 from deltarefit.targets.agent import Agent
+from deltarefit.targets.engine import read_note
 from deltarefit.targets.placing.rank import RankWeights
 from deltarefit.targets.vllm_layouts import layouts_of, unknown_methods
 
@@ -56,6 +57,14 @@ class RefitWorker:
         if not hasattr(self, "_deltarefit"):
             self._deltarefit = _agent(self)
         return {"socket": self._deltarefit.path, "rank": self.rank, "size": _size(self), "objections": objections(self)}
+
+    def deltarefit_state(self) -> dict[str, Any] | None:
+        """Run, version, state and digest of the live weights as they were noted last; rank 0 knows, others say None."""
+        text = self._deltarefit.header if hasattr(self, "_deltarefit") else None
+        if text is None:
+            return None
+        _, header = read_note(text)
+        return {"run": header.run, "version": header.version, "state": header.state.value, "digest": str(header.digest)}
 
     rank: int
 
