@@ -7,7 +7,7 @@ and ``digest``. Kernel calls check their whole delta before their first write.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
@@ -18,6 +18,7 @@ from deltarefit.digest import array_digest, catalog_keys
 from deltarefit.elements import Elements
 from deltarefit.errors import IntegrityError
 from deltarefit.manifest import Catalog
+from deltarefit.pool import side_by_side
 from deltarefit.ports import Target
 from deltarefit.records import Digest
 
@@ -83,15 +84,7 @@ class Weights:
         return sum(self._each(self._segment_digest, list(segments(self.catalog))), Digest())
 
     def _each(self, work: Callable[..., T], items: Sequence[object]) -> list[T]:
-        """``map`` on the pool. When it returns or raises, nothing of it runs any more: a write that went on after an
-        error would meet the next try at the same payload."""
-        if len(items) <= 1:
-            return [work(item) for item in items]
-        futures = [self._pool.submit(work, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        finally:
-            wait([future for future in futures if not future.cancel()])
+        return side_by_side(self._pool, work, items)
 
     def _sum(self, delta: Delta) -> Digest:
         with self.target.window(delta.tensor, delta.low, delta.high) as (array, first):
