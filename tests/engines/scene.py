@@ -103,6 +103,7 @@ class Scene:
         if client is not None:
             row["client"] = client.gaps(began)
         self.rows.append(row)
+        print(json.dumps(row), flush=True)
         return row
 
 

@@ -49,9 +49,9 @@ def fresh() -> Iterator[Child]:
         yield child
 
 
-def check_fresh(place: Scene, fresh: Child, said: Any, number: int) -> Path:
+def check_fresh(place: Scene, fresh: Child, said: Any) -> Path:
     """The engine holds and says what one does that was loaded from the trainer's gathered weights."""
-    dense = place.trainer.export(place.root / f"dense-{number}")
+    dense = place.trainer.export(place.root / "dense")
     found = fresh.ask(checkpoint=str(dense), prompts=place.prompts, max_tokens=LENGTH)
     mine = vllm_sums(place.server)
     assert not [name for name, value in found["sums"][0].items() if mine[0][name] != value]
@@ -70,11 +70,11 @@ def test_each_refit_is_a_fresh_load(place: Scene, fresh: Child) -> None:
             assert (said != before) == (kind in scene.TRAINING)
             check_said(place, row)
             if scene.FULL or kind in scene.TRAINING:
-                dense = check_fresh(place, fresh, said, number)
+                dense = check_fresh(place, fresh, said)
+                print(f"refit {number + 1} is a fresh load", flush=True)
             if kind == "plant":
                 check_planted(dense)
             before = said
-        print(json.dumps(place.rows, indent=1))
         assert place.verify()["version"] == 1 + REFITS
     assert max(row["pause_s"] for row in place.rows) < 30
 
