@@ -201,6 +201,8 @@ def violation(world: World) -> str | None:
         return f"I1: CLEAN({header.version}) holds {world.bits}, must be {W.get(header.version)}"
     if header.state is not State.CLEAN and not world.paused:
         return f"I7: {header.state.value} while generation runs"
+    if world.queue and isinstance(world.queue[0], m.Stage) and world.spool is not None:
+        return "staged beside what an earlier attempt left: an equal payload would be taken for written already"
     if world.loads > world.reloads_allowed:
         return "reloaded though memory survived"
     return None

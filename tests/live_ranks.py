@@ -154,6 +154,9 @@ class ArrayRank:
         self._shadows.clear()
         self._views = []
 
+    def ready_for(self, catalog: str) -> bool:
+        return bool(self._views)
+
     def attach(self, run: str, catalog: Catalog) -> dict[str, Any]:
         if [entry.name for entry in catalog.tensors] != NAMES:
             raise BaseMismatch("another model's catalog", expected=NAMES, found=catalog.tensors[0].name)

@@ -32,6 +32,7 @@ from deltarefit.protocol.messages import Op
 from deltarefit.records import Digest
 from deltarefit.runlog import RunLog, payload_prefix
 from deltarefit.targets import agent as agents
+from deltarefit.targets import engine as engines
 from deltarefit.targets.agent import Agent, private_directory, remove_dead, run_directory
 from deltarefit.targets.agent_client import AgentClient
 from deltarefit.targets.agent_wire import MAX_MESSAGE_BYTES, error_message, error_of, receive, send
@@ -411,6 +412,42 @@ def test_damaged_payload_files_are_refused(
     assert client.digest() == before
 
 
+def test_what_is_no_regular_file_holds_nobody_up(
+    start: Start, connect: Connect, weights: live.ArrayRank, chain: h.Chain, tmp_path: Path
+) -> None:
+    """The rank's lock is held while a payload is read: a pipe without a writer must not be waited for."""
+    client = connect(start(weights))
+    log = attached(client, chain.store)
+    ref, _, _ = first_payload(log, tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        for hand_over in ("stage", "fill"):
+            with pytest.raises(UsageError, match="payload file"):
+                client.call(hand_over, 5, ref=ref.to_bytes().decode(), path=str(path))
+    assert client.digest()
+
+
+def test_connections_that_say_nothing_shut_nobody_out(
+    start: Start, connect: Connect, weights: live.ArrayRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "FIRST_S", 0.3)
+    agent = start(weights)
+    steady = connect(agent)
+    assert steady.hello()["rank"] == 0
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(raw(agent)) for _ in range(agents.MAX_CONNECTIONS)]
+        assert idle[0].recv(1) == b"", "waits for ever"
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                assert connect(agent).hello()["rank"] == 0
+                break
+            except UnavailableError:
+                assert time.monotonic() < deadline
+    time.sleep(0.5)
+    assert steady.hello()["rank"] == 0, "who has said something may rest"
+
+
 # ------------------------------------------------------------------------------------------ deadlines and ends
 
 
@@ -468,6 +505,59 @@ def test_close_waits_for_the_request_at_hand(start: Start, weights: live.ArrayRa
     assert not closing.is_alive()
     assert gate.done.is_set()
     client.close()
+
+
+def busy(use: Callable[[], object], gate: Gate) -> tuple[threading.Thread, list[BaseException]]:
+    """A thread that waits for an answer, and what it ends with."""
+    caught: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            use()
+        except RefitError as error:
+            caught.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    assert gate.reached.wait(10)
+    return asking, caught
+
+
+def test_a_client_that_is_closed_wakes_who_waits(start: Start, weights: live.ArrayRank, chain: h.Chain) -> None:
+    gate = Gate()
+    agent, log = start(weights, on_main=gate), RunLog.open(chain.store)
+    client = AgentClient(agent.path)
+    asking, caught = busy(lambda: client.attach(log.run, log.catalog), gate)
+    client.close()
+    client.close()
+    asking.join(5)
+    woken = not asking.is_alive()
+    gate.let.set()
+    assert woken, "still waits for the answer"
+    assert [type(error) for error in caught] == [UnavailableError]
+
+
+def test_a_target_is_closed_though_a_rank_is_busy(
+    start: Start, weights: live.ArrayRank, chain: h.Chain, tmp_path: Path
+) -> None:
+    gate, log = Gate(), RunLog.open(chain.store)
+    gate.let.set()
+    agent, other = start(weights, 0, 2, on_main=gate), live.ArrayRank(live.layout(1, 2), chain.models[1])
+    other.load(chain.models[1])
+    target = EngineTarget(Paths([agent.path, start(other, 1, 2).path]), tmp_path / "spool")
+    target.attach(log.run, log.catalog)
+    gate.let.clear()
+    gate.reached.clear()
+    asking, caught = busy(target.digest, gate)
+    closing = threading.Thread(target=target.close, daemon=True)
+    closing.start()
+    closing.join(5)
+    asking.join(5)
+    ended = not closing.is_alive(), not asking.is_alive()
+    gate.let.set()
+    assert ended == (True, True), "waited for the rank"
+    assert [type(error) for error in caught] == [UnavailableError]
+    assert gate.done.wait(10), "the rank did not finish what it was asked for"
 
 
 # ------------------------------------------------------------------------------------------ places
@@ -574,6 +664,41 @@ def test_files_of_dead_followers_are_removed(tmp_path: Path) -> None:
         (spool / name).touch()
     EngineTarget(Paths([]), spool)
     assert sorted(path.name for path in spool.iterdir()) == sorted(names[1:])
+
+
+@pytest.fixture
+def engine(start: Start, chain: h.Chain, tmp_path: Path) -> Iterator[EngineTarget]:
+    """Attached, of two ranks."""
+    ranks = [live.ArrayRank(live.layout(rank, 2), chain.models[1]) for rank in range(2)]
+    for rank in ranks:
+        rank.load(chain.models[1])
+    paths = [start(rank, number).path for number, rank in enumerate(ranks)]
+    target, log = EngineTarget(Paths(paths), tmp_path / "spool"), RunLog.open(chain.store)
+    target.attach(log.run, log.catalog)
+    yield target
+    target.close()
+
+
+def test_a_spool_that_was_cleaned_away_is_made_anew(engine: EngineTarget, chain: h.Chain, tmp_path: Path) -> None:
+    ref, _, data = first_payload(RunLog.open(chain.store), tmp_path)
+    for _ in range(2):
+        (tmp_path / "spool").rmdir()
+        assert engine.stage(ref, data) == (ref.pre, ref.post)
+    assert (tmp_path / "spool").stat().st_mode & 0o777 == 0o700
+    assert not list((tmp_path / "spool").iterdir())
+
+
+def test_a_spool_that_goes_away_does_not_look_like_a_lost_payload(
+    engine: EngineTarget, chain: h.Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``NotFoundError`` would have healthy weights loaded again from an anchor."""
+    ref, _, data = first_payload(RunLog.open(chain.store), tmp_path)
+    monkeypatch.setattr(engines, "private_directory", lambda path: path)  # it goes at the very next moment
+    (tmp_path / "spool").rmdir()
+    with pytest.raises(UnavailableError, match="went away"):
+        engine.stage(ref, data)
+    monkeypatch.undo()
+    assert engine.stage(ref, data) == (ref.pre, ref.post)
 
 
 def test_notes_of_headers() -> None:

@@ -150,6 +150,7 @@ def test_follow_starts_before_its_engine_and_outlives_it(place: Start, chain: h.
         following.wait_for(r"^warning: vLLM at .* does not answer.*Trying again in")
         assert ready(port) == (503, {"version": 0, "head": HEAD, "state": "gone", "digest": ""})
         here.http.start()
+        following.wait_for("^Back:      the engine answers again$")
         following.wait_for("^3$")
         until(lambda: ready(port)[0] == 200)
         status, body = ready(port)
@@ -226,7 +227,10 @@ def test_a_follower_killed_in_a_pause_is_succeeded(place: Start, growing: Growin
         following.process.wait(20)
     assert here.engine.paused
     assert here.http.paused
-    assert here.call("verify").code in (4, 5), "no version is held"
+    for verb in ("verify", "doctor"):
+        done = here.call(verb)
+        assert done.code == 5, "no version is held"
+        assert "start follow again" in done.err
     assert here.engine.paused
     done = here.call("follow", "--once")
     assert (done.code, done.last) == (0, str(HEAD + 1)), done.err
@@ -249,6 +253,40 @@ def test_an_engine_that_sleeps_is_refitted_when_it_wakes(place: Start, chain: h.
         following.wait_for("^3$")
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_an_engine_that_stands_still_is_not_ready(place: Start, kind: str) -> None:
+    """Whoever paused it, or put it to sleep: its weights are whole, but nobody is served."""
+    here, port = place(1, kind), free_port()
+    with here.following("--ready", f"127.0.0.1:{port}") as following:
+        following.wait_for("^3$")
+        until(lambda: ready(port)[0] == 200)
+        here.http.paused = True
+        until(lambda: ready(port)[0] == 503)
+        assert (ready(port)[1]["state"], ready(port)[1]["version"]) == ("paused", HEAD)
+        assert "stands still" in here.call("doctor").out
+        here.http.paused = False
+        until(lambda: ready(port)[0] == 200)
+        here.http.asleep = True
+        until(lambda: ready(port)[0] == 503)
+        until(lambda: ready(port)[1]["state"] == "waiting")
+        here.http.asleep = False
+        following.wait_for("^Back:      the engine answers again$")
+        until(lambda: ready(port)[0] == 200)
+        assert following.end(signal.SIGTERM) == 0
+        assert following.out == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("options", [(), ("--no-prove",)])
+def test_a_version_that_is_held_from_the_start_is_told_once(place: Start, options: tuple[str, ...]) -> None:
+    here = place()
+    assert here.call("follow", "--once").last == str(HEAD)
+    with here.following(*options) as following:
+        following.wait_for("^Holds      version 3 already$")
+        following.wait_for("^3$")
+        assert following.end(signal.SIGTERM) == 0
+        assert following.out == ["3"]
+
+
 def test_a_scrub_finds_a_flipped_bit_and_mends_it(place: Start, chain: h.Chain) -> None:
     here, port = place(), free_port()
     with here.following("--scrub", 1, "-v", "--ready", f"127.0.0.1:{port}", "--no-prove") as following:
@@ -265,7 +303,7 @@ def test_a_scrub_finds_a_flipped_bit_and_mends_it(place: Start, chain: h.Chain) 
 
 def test_a_scrub_disturbs_nobody(place: Start) -> None:
     here = place()
-    with here.following("--scrub", 1, "-v") as following:
+    with here.following("--scrub", 1) as following:
         following.wait_for("^3$")
         before = list(here.http.paths)
         for _ in range(2):
@@ -281,6 +319,17 @@ def test_one_follower_per_engine(place: Start) -> None:
         assert second.code == 5
         assert "has a follower already" in second.err
         assert f"process {following.process.pid}" in second.err
+        other_name = here.http.url.replace("127.0.0.1", "localhost")
+        third = here.desk.run("follow", here.store, "--vllm", other_name)
+        assert third.code == 5, "not even without --once: it would wait for the other to end"
+        assert f"{other_name} has a follower already; found process {following.process.pid}" in third.err
+        here.engine.restart(0)
+        here.engine.restart(1)
+        following.wait_for("^3$")
+        third = here.desk.run("follow", here.store, "--vllm", other_name)
+        assert "has a follower already" in third.err
+    assert here.desk.run("follow", here.store, "--vllm", other_name, "--once").last == str(HEAD)
+    assert len(list(here.run.glob("agent-*.lock"))) == 1, "those of engines that are gone are removed"
 
 
 # ------------------------------------------------------------------------------------------ what is refused
@@ -334,7 +383,7 @@ def test_2_an_engine_as_it_was_started(place: Start, spoil: Callable[[VllmHttp],
     assert (done.code, done.out) == (2, "")
     assert says in done.err
     doctor = here.call("doctor", "--json")
-    assert (doctor.code, doctor.body["result"]) == (4, "failed")
+    assert (doctor.code, doctor.body["result"]) == (2, "failed")
     assert says in doctor.body["objection"]
     assert here.engine.header() is None
 
@@ -393,6 +442,9 @@ def test_verify(place: Start, chain: h.Chain, kind: str) -> None:
     flipped = here.call("verify")
     assert (flipped.code, flipped.last) == (4, "differ")
     assert f"does not hold version {HEAD}" in flipped.err
+    older = here.call("verify", "--version", 1)
+    assert (older.code, older.last) == (4, "differ")
+    assert f"Its header claims version {HEAD}" in older.err
     assert not here.engine.paused
 
 

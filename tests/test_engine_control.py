@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -18,7 +19,7 @@ from deltarefit.errors import RefitError, UnavailableError, UsageError
 from deltarefit.records import Digest
 from deltarefit.targets import sglang_control, vllm_control
 from deltarefit.targets.http import HttpClient
-from deltarefit.targets.readiness import ReadyServer, Status, parse_address
+from deltarefit.targets.readiness import Readiness, ReadyServer, Status, parse_address
 from deltarefit.targets.sglang_control import SglangControl
 from deltarefit.targets.vllm_control import VllmControl
 from tests.engine_http import Answer, Server, SglangHttp, VllmHttp
@@ -194,6 +195,45 @@ def test_a_paused_vllm_is_not_asleep(vllm: VllmHttp) -> None:
     control.check()
 
 
+def test_vllm_serves_unless_it_is_paused_or_asleep(vllm: VllmHttp) -> None:
+    control = VllmControl(vllm.url)
+    assert not control.serving, "nobody has looked yet"
+    control.check()
+    assert control.serving
+    control.pause()
+    assert not control.serving
+    control.check()
+    assert not control.serving
+    control.resume()
+    assert control.serving
+    vllm.asleep = True
+    with pytest.raises(UnavailableError):
+        control.check()
+    assert not control.serving
+
+
+def test_agents_that_the_guard_refuses_are_not_given_out(vllm: VllmHttp) -> None:
+    control, seen = VllmControl(vllm.url), []
+
+    def guard(sockets: Any) -> None:
+        seen.append(list(sockets))
+        raise UnavailableError("taken")
+
+    control.guard = guard
+    with pytest.raises(UnavailableError, match="taken"):
+        control.agents()
+    assert seen == [SOCKETS]
+    assert not control.sockets
+
+
+def test_the_other_engine_is_named(vllm: VllmHttp, sglang: SglangHttp) -> None:
+    for wrong in (SglangControl(vllm.url).check, SglangControl(vllm.url).agents):
+        with pytest.raises(UsageError, match=rf"is no SGLang; .*found vLLM\. This is vLLM: use --vllm {vllm.url}\."):
+            wrong()
+    with pytest.raises(UsageError, match=rf"is no vLLM; .*found SGLang\. This is SGLang: use --sglang {sglang.url}\."):
+        VllmControl(sglang.url).check()
+
+
 def test_vllm_without_development_endpoints(vllm: VllmHttp) -> None:
     vllm.dev_mode = False
     for call in (VllmControl(vllm.url).check, VllmControl(vllm.url).agents):
@@ -367,6 +407,23 @@ def test_sglang_that_cannot_be_refitted_says_why(sglang: SglangHttp, monkeypatch
     assert not sglang.paused
 
 
+def test_sglang_serves_unless_it_is_paused_or_asleep(sglang: SglangHttp) -> None:
+    control = SglangControl(sglang.url)
+    control.check()
+    assert control.serving
+    sglang.paused = True
+    control.check()
+    assert not control.serving
+    control.resume()
+    assert control.serving
+    control.pause()
+    assert not control.serving
+    sglang.paused, sglang.asleep = False, True
+    with pytest.raises(UnavailableError):
+        control.check()
+    assert not control.serving
+
+
 def test_an_sglang_that_is_not_up_may_come(sglang: SglangHttp) -> None:
     sglang.asleep = True
     with pytest.raises(UnavailableError):
@@ -401,6 +458,41 @@ def test_readiness_is_served() -> None:
             ReadyServer(server.url.split("/")[2], lambda: status)
     finally:
         server.close()
+
+
+def test_a_probe_that_gives_up_leaves_no_trace(capfd: pytest.CaptureFixture[str]) -> None:
+    gone, begun = threading.Event(), threading.Event()
+
+    def status() -> Status:
+        begun.set()
+        assert gone.wait(10)
+        return Status(3, 3, "CLEAN", "0" * 100_000)
+
+    server = ReadyServer("127.0.0.1:0", status)
+    try:
+        host, port = server.url.split("/")[2].split(":")
+        with socket.create_connection((host, int(port))) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # closed with a reset
+            probe.sendall(b"GET /ready HTTP/1.0\r\n\r\n")
+            assert begun.wait(10)
+        gone.set()
+        assert asked(server.url)[0] == 200
+        time.sleep(0.2)
+    finally:
+        server.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_readiness_does_not_wait_for_agents_that_hang(tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{n}.sock") for n in range(3)]
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            listening = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listening.bind(path)
+            listening.listen()
+        started = time.monotonic()
+        assert Readiness(lambda: paths, lambda: "").status().state == "gone"
+        assert time.monotonic() - started < 1
 
 
 @pytest.mark.parametrize("address", ["", "9000", "host:", ":9000", "host:70000", "host:x"])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from deltarefit.errors import IntegrityError, ProtocolError
-from deltarefit.manifest import State
+from deltarefit.manifest import Header, State
 from deltarefit.protocol import follower as f
 from deltarefit.protocol import messages as m
 from deltarefit.protocol.follower import Follower, Phase
@@ -134,6 +134,15 @@ class DropsStageEarly(Mutant):
         return after, actions
 
 
+class KeepsStageAtStart(Mutant):
+    """The last agent died between CLEAN and the drop: what it staged would be taken for the next equal payload."""
+
+    def _boot(self, event: m.HeaderRead) -> f.Step:
+        after, actions = super()._boot(event)
+        clean = event.header is not None and event.header.state is State.CLEAN
+        return after, tuple(a for a in actions if not (clean and isinstance(a, m.DropStage)))
+
+
 class ForgetsDirty(Mutant):
     """A DIRTY header is taken for CLEAN at its old version."""
 
@@ -189,7 +198,7 @@ class NoAnchorProof(Mutant):
 
 MUTANTS = [
     NoClassify, NoPostCheck, HeaderLate, NoBaseCheck, AppliesAborted, WritesBeforeCommit, ResumesDirty,
-    DropsStageEarly, ForgetsDirty, SkipsEmpty, StagesWhatDoesNotAddUp, StagesPart,
+    DropsStageEarly, KeepsStageAtStart, ForgetsDirty, SkipsEmpty, StagesWhatDoesNotAddUp, StagesPart,
 ]  # fmt: skip
 
 
@@ -233,6 +242,13 @@ def follower(**fields: object) -> Follower:
 def test_an_event_out_of_place_is_a_protocol_error() -> None:
     with pytest.raises(ProtocolError, match="boot met Created"):
         follower().on(m.Created())
+
+
+def test_nothing_staged_survives_a_start() -> None:
+    header = Header(x.RUN, x.CATALOG, State.CLEAN, 1, 0, x.digest(x.W[1]), 0, "i")
+    after, actions = follower().on(m.HeaderRead(header))
+    assert (after.phase, after.version) == (Phase.CLEAN, 1)
+    assert actions == (m.Resume(), m.DropStage(), m.ReadAttempt(2))
 
 
 def test_wrong_live_bits_lead_to_the_anchor() -> None:

@@ -256,7 +256,7 @@ def test_a_failure_is_mended_by_the_next_follow(
     serving = Serving(tmp_path, models[0])
     with monkeypatch.context() as patch:
         failed = failing(patch, where, method, fails, after)
-        with contextlib.suppress(Fault):
+        with contextlib.suppress(Fault, BaseMismatch):  # a loader that raises in its proof is refused
             h.followed(store, serving.target)
         assert failed() or method in ("load", "_feed")
     assert h.followed(store, serving.target) == len(models)

@@ -146,9 +146,9 @@ class Windows:
 class Live:
     """A live target, which keeps staged payloads itself.
 
-    Copies that do not agree are torn bits: neither what was before a payload nor what is after it. A payload that the
-    target does not keep any more is staged anew; its present bits then say nothing about what a torn write should
-    have led to, so that it can no longer be set.
+    Copies that do not agree, and bits that no version can have, are torn: neither what was before a payload nor what is
+    after it. A payload that the target does not keep any more is staged anew; its present bits then say nothing about
+    what a torn write should have led to, so that it can no longer be set.
     """
 
     def __init__(self, target: LiveTarget, again: Again) -> None:
@@ -168,16 +168,13 @@ class Live:
 
     def live(self, ref: PayloadRef) -> Digest:
         try:
-            return self._live(ref)
-        except DigestMismatch:
-            return torn(ref)
-
-    def _live(self, ref: PayloadRef) -> Digest:
-        try:
             return self.target.live(ref)
+        except IntegrityError:
+            return torn(ref)
         except NotFoundError:
             self._late.add(ref.sha256)
-            return self.target.stage(ref, self._again(ref, "not kept beside the weights any more")[0])[0]
+            data, deltas = self._again(ref, "not kept beside the weights any more")
+            return self.stage(ref, data, deltas).pre
 
     def can_set(self, ref: PayloadRef) -> bool:
         return ref.sha256 not in self._late and self.target.staged(ref)

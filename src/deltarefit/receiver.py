@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from deltarefit.anchors import load_anchor
-from deltarefit.errors import BaseMismatch, DigestMismatch, IntegrityError, NotFoundError, UnavailableError
+from deltarefit.errors import BaseMismatch, IntegrityError, NotFoundError, UnavailableError
 from deltarefit.events import Emit, Event, ignore
 from deltarefit.manifest import Anchor, Header, State
 from deltarefit.ports import LiveTarget, Store, Target
@@ -183,7 +183,7 @@ class Receiver:
         started = time.perf_counter()
         try:
             found = self._staging.landing.digest()
-        except DigestMismatch as error:
+        except IntegrityError as error:  # of the live bits alone: nothing was read from the store
             self._say("diverged", version=header.version, text=str(error))
             return None
         self._say("proven", "prove", header.version, seconds=time.perf_counter() - started)

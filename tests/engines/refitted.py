@@ -78,7 +78,8 @@ class Child:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - read as long as the process lives
         settings = {
             **os.environ, **_QUIET, **_VLLM, "VLLM_CPU_OMP_THREADS_BIND": _cores(self._tp), "PYTHONPATH": _path(),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "DELTAREFIT_RUN_DIR": self._home.name,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING",
+            "DELTAREFIT_RUN_DIR": self._home.name,
         }  # fmt: skip
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.engines.refitted"], env=settings, text=True, stdin=subprocess.PIPE,

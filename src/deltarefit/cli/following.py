@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import secrets
-import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from deltarefit.cli import options, words
 from deltarefit.cli.engines import Engine, engine_at, held, sole_follower, target_at
 from deltarefit.cli.output import Output
-from deltarefit.cli.verbs import Call, Terminated, app, verb
-from deltarefit.errors import DigestMismatch, NotFoundError, UnavailableError, UsageError
+from deltarefit.cli.patience import DIRECTORY, ENGINE, Patience, Stop
+from deltarefit.cli.verbs import Call, app, verb
+from deltarefit.errors import IntegrityError, NotFoundError, UnavailableError, UsageError
 from deltarefit.events import Emit, Event
 from deltarefit.manifest import State
 from deltarefit.ports import Store
@@ -24,12 +22,7 @@ from deltarefit.receiver import Receiver
 from deltarefit.runlog import RUN, RunLog
 from deltarefit.targets.checkpoint import CheckpointTarget
 from deltarefit.targets.engine import EngineTarget
-from deltarefit.targets.readiness import Readiness, ReadyServer
-
-T = TypeVar("T")
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0
+from deltarefit.targets.readiness import PAUSED, WAITING, Readiness, ReadyServer
 
 
 @verb(app, "follow")
@@ -71,7 +64,7 @@ def follow(
         raise UsageError("--in-flight, --ready and --scrub need an engine", next_step="Give --vllm or --sglang.")
     how = {"poll_s": poll, "prove": not no_prove, "switch_run": switch_run}
     with Stop() as stop, call.out.progress() as bars:
-        patience = Patience(call.out, stop, endless=not once)
+        patience = Patience(call.out, stop, DIRECTORY if engine is None else ENGINE, endless=not once)
         errand = _Errand(call, store, once, how, stop, patience, Report(call.out, bars, patience))
         if into is not None:
             errand.keep_directory(into)
@@ -104,14 +97,14 @@ class _Errand:
             receiver = self.patience.run(lambda: Receiver(objects, target, emit=self.report, **self.how))
             if receiver is not None:
                 with closing(receiver):
-                    self.patience.run(lambda: receiver.follow(once=self.once, stop=self.stop.asked))
+                    self.patience.run(lambda: receiver.follow(once=self.once, stop=self._looks(receiver)))
                 self.report.finish(receiver.version or _held(target))
 
     def keep_engine(self, engine: Engine, ready: str | None, scrub_s: float | None) -> None:
         """Follow into the live weights of an engine until told to stop, wherever that is started anew meanwhile."""
         with ExitStack() as stack:
             stack.enter_context(sole_follower(engine))
-            readiness = Readiness(lambda: engine.sockets)
+            readiness = Readiness(lambda: engine.sockets, lambda: self._trouble(engine))
             if ready is not None:
                 server = stack.enter_context(closing(ReadyServer(ready, readiness.status)))
                 self.call.out.say(f"Readiness  at {server.url}")
@@ -131,13 +124,22 @@ class _Errand:
         return receiver
 
     def _keep(self, receiver: Receiver, target: EngineTarget, listener: Emit, scrub_s: float | None) -> int:
-        asked = self.stop.asked
+        asked = self._looks(receiver, live=True)
         while scrub_s is not None and not self.once and not asked():
             due = time.monotonic() + scrub_s
             receiver.follow(stop=lambda due=due: asked() or time.monotonic() >= due)  # type: ignore[misc]
             if not asked():
                 scrub(receiver, target, _both(listener, self.report))
         return receiver.follow(once=self.once, stop=asked)
+
+    def _looks(self, receiver: Receiver, *, live: bool = False) -> Callable[[], bool]:
+        return self.patience.looks(lambda: self.report.settled(receiver.version, live=live))
+
+    def _trouble(self, engine: Engine) -> str:
+        """Why an engine whose weights are whole is not ready."""
+        if not self.patience.steady:
+            return WAITING
+        return "" if engine.serving else PAUSED
 
     def _await_run(self) -> Store:
         """Receivers may start before the first publish: without ``--once`` a run that is not there yet is waited
@@ -162,9 +164,9 @@ def scrub(receiver: Receiver, target: EngineTarget, emit: Emit) -> None:
     why = "live bits differ from the header's digest"
     try:
         if target.digest() == header.digest:
-            emit(Event("proven", "prove", header.version, seconds=time.perf_counter() - started))
+            emit(Event("proven", "scrub", header.version, seconds=time.perf_counter() - started))
             return
-    except DigestMismatch as error:
+    except IntegrityError as error:
         why = str(error)
     emit(Event("diverged", version=header.version, text=f"found while idle: {why}"))
     receiver.prove = True
@@ -183,65 +185,6 @@ def _held(target: CheckpointTarget) -> int:
     """After an error the receiver has forgotten its state; the header has not."""
     header = target.read_header()
     return header.version if header else 0
-
-
-class Stop:
-    """Inside the block the first SIGINT or SIGTERM only sets ``number``; a second one raises, as it would
-    outside."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
-
-    def asked(self) -> bool:
-        return self.number != 0
-
-    def __enter__(self) -> Stop:
-        for number in _SIGNALS:
-            signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked():
-            raise KeyboardInterrupt if number == signal.SIGINT else Terminated
-        self.number = number
-
-
-class Patience:
-    """Tries again what only failed for now: for ever if ``endless``, else not at all."""
-
-    def __init__(self, out: Output, stop: Stop, *, endless: bool) -> None:
-        self._out = out
-        self._stop = stop
-        self.endless = endless
-        self._wait_s = _FIRST_WAIT_S
-
-    def restart(self) -> None:
-        """Something went well: the next wait is a short one again."""
-        self._wait_s = _FIRST_WAIT_S
-
-    def run(self, work: Callable[[], T]) -> T | None:
-        """What ``work`` returns, or None if a stop was asked for first."""
-        while not self._stop.asked():
-            try:
-                return work()
-            except UnavailableError as error:
-                if not self.endless:
-                    raise
-                self._wait(error)
-        return None
-
-    def _wait(self, error: UnavailableError) -> None:
-        wait_s = self._wait_s * (0.5 + secrets.randbelow(1000) / 1000)  # many receivers must not come back as one
-        self._out.warn(f"{str(error).rstrip('.')}. Trying again in {words.seconds(wait_s)}.")
-        end = time.monotonic() + wait_s
-        while not self._stop.asked() and (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, 0.05))
-        self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)
 
 
 class Report:
@@ -265,6 +208,7 @@ class Report:
 
     def _tell(self, event: Event, live: bool) -> None:
         self._bars(event)
+        self._patience.note(event)
         if event.type == "clean":
             self._seconds = event.fields
         elif event.type == "resumed":
@@ -274,9 +218,16 @@ class Report:
         elif event.text:
             self._out.warn(event.text)
         elif event.type == "proven":
-            self._out.detail(f"Proven     version {event.version} in {words.seconds(event.seconds)}")
+            tell = self._out.say if event.phase == "scrub" else self._out.detail
+            tell(f"Proven     version {event.version} in {words.seconds(event.seconds)}")
         elif event.type == "phase":
             self._out.detail(f"{event.phase:<10} version {event.version} in {words.seconds(event.seconds)}")
+
+    def settled(self, version: int, *, live: bool = False) -> None:
+        """There is nothing to do: what was held from the start is told, once."""
+        if version and not self._printed:
+            self._out.say(f"Holds      version {version} already")
+            self.finish(version, live=live)
 
     def finish(self, version: int, *, live: bool = False) -> None:
         """The last line is the version held, even if no refit was needed."""
@@ -284,13 +235,11 @@ class Report:
             self._line(version, {}, 0.0, {} if live else None)
 
     def _adopted(self, version: int) -> None:
-        self._patience.restart()
         self._out.say(f"Holds      version {version} already")
         self._seconds = {}
         self._line(version, {}, 0.0, {})
 
     def _version(self, event: Event, live: bool) -> None:
-        self._patience.restart()
         pause = {name: value for name, value in event.fields.items() if name != "pause"} if live else None
         before = {name: value for name, value in self._seconds.items() if name not in (pause or ())}
         parts = f": {_listed(pause)}" if pause else ""

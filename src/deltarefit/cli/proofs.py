@@ -139,10 +139,13 @@ def _verify_engine(out: Output, log: RunLog, engine: Engine, version: int | None
     expected = outcome.digest if outcome else None
     equal = found == expected
     out.say(f"{engine.url} {'holds' if equal else 'does not hold'} version {number}, digest {expected}")
+    if not equal and header is not None:
+        out.say(f"Its header claims version {header.version}")
     if served != str(number):
         out.say(f"It says that it serves version {served}")
     body = {"result": _RESULT[equal], "version": number, "expected": str(expected), "found": str(found)}
-    out.result(_RESULT[equal], {**body, "served": served, "tensors": []})
+    claimed = header.version if header is not None else None
+    out.result(_RESULT[equal], {**body, "claimed": claimed, "served": served, "tensors": []})
     return 0 if equal else DIFFERENT
 
 

@@ -42,7 +42,8 @@ def doctor(
 
     With STORE, every promise that commits rest on is tried there below a fresh prefix, above all that of many
     racing writers exactly one wins; everything is removed again. Do that once before a run relies on a new
-    kind of store. The last line of stdout is `ok` or `failed`; the exit code is 4 if a check failed.
+    kind of store. The last line of stdout is `ok` or `failed`; the exit code is 4 if a check failed, and that
+    of `follow` if an engine cannot be refitted (2 as it was started, 4 if it follows another run).
 
     With --vllm or --sglang the engine is checked instead, and nothing is written: whether it can be refitted as
     it was started, and, with STORE, how every tensor of the run there would reach it. A follower that keeps the
@@ -65,31 +66,39 @@ def doctor(
 def _check_engine(call: Call, engine: Engine, store: str | None, facts: dict[str, str]) -> int:
     log = RunLog.open(call.remote.existing(store)) if store is not None else None
     found: dict[str, Any] = {"engine": engine.url}
+    code = 0
     try:
         found |= _engine_facts(engine, log)
     except (UsageError, BaseMismatch) as error:  # what is wrong with it is the finding
-        found["objection"] = str(error)
-    for name in ("engine", "ranks", "serves", "holds", "objection"):
+        found["objection"], code = str(error), error.exit_code
+    for name in ("engine", "ranks", "serves", "generation", "holds", "objection"):
         if name in found:
             call.out.data(f"{name:<12} {found[name]}")
     _show_placements(call, found.get("placements", []))
-    result = "failed" if "objection" in found else "ok"
+    result = "failed" if code else "ok"
     call.out.result(result, {"result": result, **facts, **found})
-    return DIFFERENT if "objection" in found else 0
+    return code
 
 
 def _engine_facts(engine: Engine, log: RunLog | None) -> dict[str, Any]:
     if log is None:
         engine.check()
-        return {"ranks": len(engine.agents()), "serves": engine.version()}
+        return {"ranks": len(engine.agents()), "serves": engine.version(), "generation": _generation(engine)}
     with borrowed(engine, log) as (target, header):
         group = target.group
         return {
             "ranks": group.size,
             "serves": engine.version(),
+            "generation": _generation(engine),
             "holds": f"version {header.version}" if header else "no version yet",
             "placements": [dataclasses.asdict(one) for one in report_of(group.report, log.catalog, group.size)],
         }
+
+
+def _generation(engine: Engine) -> str:
+    if engine.serving:
+        return "runs"
+    return "stands still: by hand, or a follower was killed in a refit: start follow again"
 
 
 def _show_placements(call: Call, placements: Sequence[dict[str, Any]]) -> None:

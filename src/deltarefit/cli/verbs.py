@@ -41,9 +41,10 @@ _HELP = """
 Ship only the bits that changed from a trainer to rollout servers: bit-exact, recoverable, fast.
 
 `publish` compares a checkpoint with the version before and puts the changed bits into a store; `follow` keeps
-a checkpoint directory at the newest version.
+a checkpoint directory, or the live weights of a running vLLM or SGLang, at the newest version.
 
-Try: [bold]deltarefit publish CKPT --to STORE[/], then [bold]deltarefit follow STORE --into DIR --once[/].
+Try: [bold]deltarefit publish CKPT --to STORE[/], then [bold]deltarefit follow STORE --into DIR --once[/],
+or [bold]deltarefit follow STORE --vllm URL[/].
 Or see it all at work: [bold]deltarefit demo --quick[/].
 """
 _EPILOG = (

@@ -96,7 +96,7 @@ class Follower:
         if header.state is State.DIRTY:
             return replace(known, phase=Phase.REDO), (Pause(), ReadAttempt(header.target))
         after, actions = known._clean()
-        return after, (Resume(), *actions)  # the last agent may have died between CLEAN and its own Resume
+        return after, (Resume(), DropStage(), *actions)  # the last agent may have died between CLEAN and its own
 
     def _lost(self) -> Step:
         """The bits are of no known version; the late-joiner path is the way back (protocol §3.7)."""

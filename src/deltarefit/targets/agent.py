@@ -33,6 +33,8 @@ from deltarefit.targets.agent_wire import PATH_BYTES, error_message, pack_sums, 
 
 MAX_CONNECTIONS = 32
 """Most connections at a time; further ones are closed at once."""
+FIRST_S = 30.0
+"""Longest time until a connection's first message begins: who says nothing must not shut others out."""
 MESSAGE_S = 30.0
 """Longest time that the rest of a message, or a reply, may take on its way."""
 OnMain = Callable[[Callable[[], Any]], Any]
@@ -46,6 +48,7 @@ class RankWeights(Protocol):
 
     header: bytes | None
 
+    def ready_for(self, catalog: str) -> bool: ...
     def attach(self, run: str, catalog: Catalog) -> dict[str, Any]: ...
     def assign(self, assignment: dict[str, Any]) -> None: ...
     def stage(self, ref: PayloadRef, data: bytes) -> dict[int, tuple[Digest, Digest]]: ...
@@ -144,7 +147,9 @@ class Agent:
         """Answer one client until it closes, dies or says what is no message."""
         with connection, contextlib.suppress(OSError):
             try:
-                while (request := receive(connection, None, MESSAGE_S)) is not None:
+                wait: float | None = FIRST_S
+                while (request := receive(connection, wait, MESSAGE_S)) is not None:
+                    wait = None
                     reply = self._answer(connection, request)
                     connection.settimeout(MESSAGE_S)
                     send(connection, reply)
@@ -176,7 +181,7 @@ class Agent:
         with self._lock:
             if name == "attach":
                 self._owner = who
-            elif self._owner is not who:
+            elif name != "ready_for" and self._owner is not who:
                 raise UnavailableError(
                     f"another follower has attached to rank {self.rank} since",
                     next_step="Run one follower per engine.",
@@ -199,6 +204,9 @@ class Agent:
             "plan": self._plan,
             "attached": self._owner is who,
         }
+
+    def _ready_for(self, request: dict[str, Any]) -> bool:
+        return self._weights.ready_for(str(request["catalog"]))
 
     def _attach(self, request: dict[str, Any]) -> dict[str, Any]:
         catalog = Catalog.from_bytes(request["catalog"].encode(), "catalog of an attach")
@@ -246,9 +254,9 @@ class Agent:
         return None if proof is None else str(proof)
 
     _OPS: dict[str, Callable[[Agent, dict[str, Any]], Any]] = {  # noqa: RUF012 - never changed
-        "attach": _attach, "assign": _assign, "set_header": _set_header, "get_header": _get_header, "stage": _stage,
-        "staged": _staged, "live": _live, "write": _write, "fill": _fill, "digest": _digest, "drop": _drop,
-        "proof": _proof,
+        "ready_for": _ready_for, "attach": _attach, "assign": _assign, "set_header": _set_header,
+        "get_header": _get_header, "stage": _stage, "staged": _staged, "live": _live, "write": _write, "fill": _fill,
+        "digest": _digest, "drop": _drop, "proof": _proof,
     }  # fmt: skip
 
 
@@ -260,13 +268,21 @@ def _payload(request: dict[str, Any], ref: PayloadRef) -> bytes:
     """The bytes of a payload, from the file that a follower of this machine put them in."""
     path = Path(request["path"])
     try:
-        with disk_errors(f"payload file {path}"), path.open("rb") as file:
-            data = file.read(ref.size + 1)
+        with disk_errors(f"payload file {path}"), open(path, "rb", opener=_at_once) as file:
+            regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            data = file.read(ref.size + 1) if regular else b""
     except NotFoundError as error:
         step = "Follower and engine need one file system: run them on one machine, in one container."
         raise UsageError(f"the engine does not see payload file {path}", next_step=step) from error
+    if not regular:
+        raise UsageError(f"payload file {path} is no regular file")
     check_object(data, ref.sha256, ref.size, f"payload file {path}")
     return data
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Opens a pipe without waiting for its writer: the rank's lock is held."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 # ------------------------------------------------------------------------------------------ places

@@ -6,6 +6,7 @@ as a late reply would answer another question. Whatever else an agent's rank rai
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -37,10 +38,12 @@ class AgentClient:
         self._socket: socket.socket | None = self._connected(deadline_s)
 
     def close(self) -> None:
-        """Let go of the connection."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        """Let go of the connection; a call that waits in another thread ends with ``UnavailableError``."""
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            with contextlib.suppress(OSError):  # closed by the agent already
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
     def call(self, op: str, deadline_s: float, **arguments: Any) -> Any:
         """What the agent answers."""
@@ -56,6 +59,10 @@ class AgentClient:
         """incarnation, pid, rank, size, header, busy (the operation at hand, or ""), plan (its identity, or ""),
         attached (this connection was the last to attach)."""
         return self._dict(self.call("hello", HELLO_S))
+
+    def ready_for(self, catalog: str) -> bool:
+        """Whether attaching to a catalog, by identity, leaves loader and weights alone."""
+        return bool(self.call("ready_for", HELLO_S, catalog=catalog))
 
     def attach(self, run: str, catalog: Catalog) -> tuple[dict[str, Any], str]:
         """The rank's plan and its identity."""
@@ -116,12 +123,13 @@ class AgentClient:
 
     def _exchanged(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
         started = time.monotonic()
-        if self._socket is None:
+        connection = self._socket
+        if connection is None:
             raise self._gone("the connection was given up")
         try:
-            self._socket.settimeout(deadline_s)
-            send(self._socket, request)
-            reply = receive(self._socket, max(0.001, started + deadline_s - time.monotonic()))
+            connection.settimeout(deadline_s)
+            send(connection, request)
+            reply = receive(connection, max(0.001, started + deadline_s - time.monotonic()))
         except TimeoutError as error:
             self.close()
             raise self._gone(f"no answer to {request['op']} within {deadline_s:g} s") from error

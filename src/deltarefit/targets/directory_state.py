@@ -36,6 +36,8 @@ class DirectorySpool:
 
     def clear(self) -> None:
         with disk_errors(f"cannot clear the spool {self._directory}"):
+            if not self._directory.exists():
+                return
             for path in self._directory.iterdir():
                 path.unlink(missing_ok=True)
             fsync_directory(self._directory)

@@ -84,12 +84,12 @@ class EngineTarget:
         return self._group
 
     def close(self) -> None:
-        """Let go of the agents; they go on."""
+        """Let go of the agents, at once; they go on, and finish what they were asked for."""
         for client in self._clients:
             client.close()
         self._clients = []
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+            self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
 
     # ------------------------------------------------------------------------------------ who is there
@@ -104,11 +104,12 @@ class EngineTarget:
                 self._clients.append(AgentClient(path))
             hellos = self._all(AgentClient.hello) if paths else []
             self._incarnations = self._met(hellos)
-            with self._standing_still() if not all(hello["plan"] for hello in hellos) else nullcontext():
+            quiet = all(self._all(lambda client: client.ready_for(catalog.identity)))
+            with nullcontext() if quiet else self._standing_still():
                 found = self._all(lambda client: client.attach(run, catalog))
-            self._plans = [identity for _, identity in found]
-            group = RankGroup(catalog, [plan for plan, _ in found])
-            self._each(lambda rank, client: client.assign(group.assignment(rank)))
+                self._plans = [identity for _, identity in found]
+                group = RankGroup(catalog, [plan for plan, _ in found])
+                self._each(lambda rank, client: client.assign(group.assignment(rank)))
         except BaseException:
             self.close()
             raise
@@ -116,12 +117,20 @@ class EngineTarget:
 
     @contextmanager
     def _standing_still(self) -> Iterator[None]:
-        """The first recording of a plan runs the engine's loader, which may set what a forward pass reads."""
+        """Recording a plan and proving it run the engine's loader, which may set what a forward pass reads. An engine
+        that somebody left in the middle of a write is not resumed."""
         self._control.pause()
         try:
             yield
         finally:
-            self._control.resume()
+            if not self._is_dirty():
+                self._control.resume()
+
+    def _is_dirty(self) -> bool:
+        with suppress(RefitError):
+            text = self._first().hello()["header"]
+            return text is not None and read_note(text)[1].state is not State.CLEAN
+        return False
 
     def watch(self) -> None:
         self._control.check()
@@ -250,13 +259,23 @@ class EngineTarget:
         """A payload in a file of its own, for as long as it is handed over."""
         path = self._spool / f"payload-{os.getpid()}-{secrets.token_hex(8)}"
         try:
+            self._put(path, data)
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _put(self, path: Path, data: bytes) -> None:
+        """Into the spool, made anew if a cleaner of temporary files took it. Never ``NotFoundError``: that would say
+        that the store has lost the payload."""
+        try:
+            private_directory(self._spool)
             with disk_errors(f"payload file {path}"):
                 handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
                 with os.fdopen(handle, "wb") as file:
                     file.write(data)
-            yield path
-        finally:
-            path.unlink(missing_ok=True)
+        except NotFoundError as error:
+            step = "Keep whatever cleans temporary files away from it, and follow again."
+            raise UnavailableError(f"spool {self._spool} went away", found=error.found, next_step=step) from error
 
     def _remove_leftovers(self) -> None:
         """Files of followers that were killed."""

@@ -18,8 +18,9 @@ from deltarefit.errors import UnavailableError, UsageError
 DEADLINE_S = 15.0
 """Of a call that only asks."""
 MAX_REPLY_BYTES = 64 << 20
-_SHOWN = 400
+_SHOWN, _SHOWN_OF_STRANGER = 400, 100
 """Most characters of a reply that a message quotes."""
+_WHO_S = 2.0
 _LATER = (408, 425, 429)
 _LOCKED = (401, 403)
 
@@ -128,10 +129,25 @@ class HttpClient:
         except (ValueError, RecursionError) as error:
             raise self.stranger(path, reply.text) from error
 
+    def who(self) -> str:
+        """The engine that answers, "" if it is none that is known."""
+        for path, field, who in (("/server_info", "tp_size", "SGLang"), ("/version", "version", "vLLM")):
+            try:
+                reply = self.request("GET", path, deadline_s=_WHO_S)
+                answer = json.loads(reply.text) if reply.ok else None
+            except (UnavailableError, ValueError, RecursionError):
+                continue
+            if isinstance(answer, dict) and field in answer:
+                return who
+        return ""
+
     def stranger(self, path: str, found: object) -> UsageError:
         """What answers is not the engine that it should be."""
-        text = " ".join(str(found).split())[:_SHOWN]
+        text = " ".join(str(found).split())
+        text = text if len(text) <= _SHOWN_OF_STRANGER else text[:_SHOWN_OF_STRANGER] + " ..."
         step = f"Give the address of {self.name}, such as http://127.0.0.1:8000."
+        if (who := self.who()) not in ("", self.name):
+            text, step = who, f"This is {who}: use --{who.lower()} {self.url}."
         return UsageError(f"{self.url} is no {self.name}", expected=f"its answer to {path}", found=text, next_step=step)
 
     def _refused(self, error: urllib.error.HTTPError, path: str, until: float) -> Reply:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from deltarefit.errors import NotFoundError, UsageError
-from deltarefit.manifest import Catalog, Header, PayloadRef
+from deltarefit.manifest import Catalog, Header, PayloadRef, State
 from deltarefit.protocol.messages import Op
 from deltarefit.records import Digest
 from deltarefit.targets.placing.rank import RankWeights
@@ -57,9 +57,9 @@ class LoadedModuleTarget:
         return self._group.report if self._group else []
 
     def attach(self, run: str, catalog: Catalog) -> None:
-        """As ``ports.LiveTarget``. Users stand still the first time: recording runs the loader, which may set what a
-        forward pass reads."""
-        with nullcontext() if self._group else self._standing_still():
+        """As ``ports.LiveTarget``. Users stand still where the loader has to run, which may set what a forward pass
+        reads."""
+        with nullcontext() if self._rank.ready_for(catalog.identity) else self._standing_still():
             self._group = RankGroup(catalog, [self._rank.attach(run, catalog)])
             self._rank.assign(self._group.assignment(0))
 
@@ -69,7 +69,9 @@ class LoadedModuleTarget:
         try:
             yield
         finally:
-            self._on_resume()
+            header = self.read_header()
+            if header is None or header.state is State.CLEAN:
+                self._on_resume()
 
     def proof(self) -> Digest | None:
         return self._rank.proof()

@@ -25,6 +25,7 @@ XOR, SHIFTED, OPAQUE, SKIPPED, REFUSED = "xor", "xor-shifted", "opaque", "skippe
 MODES = (XOR, SHIFTED, OPAQUE, SKIPPED, REFUSED)
 NO_CLASS = -1
 """Of a part whose tensor goes through the native loader as a whole."""
+_NOT_TAKEN = "the loader does not take it"
 SHOWN = 8
 """Most tensors that a message names."""
 
@@ -124,11 +125,7 @@ class RankGroup:
                 if mode == REFUSED:
                     refused.setdefault(self.catalog.tensors[tensor].name, reason)
         if refused:
-            listed = "".join(f"\n  {name}: {reason}" for name, reason in sorted(refused.items()))
-            raise UsageError(
-                f"{len(refused)} tensors cannot be kept bit-exact in this engine:{listed}\n",
-                next_step="Start the engine with options that keep these tensors as the checkpoint has them.",
-            )
+            raise _refusal(refused, len(self.catalog.tensors))
 
     def _decided(self, tensor: int) -> Row:
         entry = self.catalog.tensors[tensor]
@@ -221,6 +218,20 @@ class RankGroup:
         of = f"copies of {', '.join(names[:SHOWN])}{more}"
         where = [f"rank {rank}" + (f", copy {copy}" if copy else "") for rank, copy in (one.holders[0], holder)]
         return DigestMismatch(f"{of} do not agree", expected=f"{first} ({where[0]})", found=f"{other} ({where[1]})")
+
+
+def _refusal(refused: Mapping[str, str], total: int) -> UsageError:
+    """Names what is refused. A loader that does not take most of the tensors is that of another model."""
+    names = sorted(refused)
+    lines = [f"\n  {name}: {refused[name].strip().removesuffix(':') or 'no reason given'}" for name in names[:SHOWN]]
+    more = f"\n  and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    what = f"{len(refused)} tensors cannot be kept bit-exact in this engine:{''.join(lines)}{more}\n"
+    unknown = sum(reason.startswith(_NOT_TAKEN) for reason in refused.values())
+    if 2 * unknown > total:
+        what = f"the engine serves another model: its loader does not take {unknown} of {total} tensors.\n{what}"
+        return UsageError(what, next_step="Start it from a checkpoint of the model that this run publishes.")
+    step = "Start the engine with options that keep these tensors as the checkpoint has them."
+    return UsageError(what, next_step=step)
 
 
 def _modes_of(catalog: Catalog, plan: Plan, rank: int) -> dict[int, tuple[str, str]]:

@@ -1,13 +1,15 @@
 """Is an engine at the newest version, right now? A tiny HTTP server of the follower, for load balancers and people.
 
-``GET /ready`` answers 200 if the live weights are CLEAN at the newest version that the follower knows of, and every
-rank's agent is alive at this moment; else 503. The body is JSON either way.
+``GET /ready`` answers 200 if the live weights are CLEAN at the newest version that the follower knows of, every rank's
+agent is alive at this moment, generation runs, and the follower has no trouble; else 503. The body is JSON either way.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -21,17 +23,20 @@ from deltarefit.targets.agent_client import AgentClient
 from deltarefit.targets.engine import read_note
 
 PATH = "/ready"
-ASK_S = 2.0
-"""Longest wait for one agent."""
+ASK_S = 0.5
+"""Longest wait for the agents, all together: who probes waits for a second or so."""
 _REQUEST_S = 10.0
 _DOUBT, _TRUST = ("diverged",), ("clean", "proven", "adopted")
 GONE, EMPTY, DIVERGED = "gone", "empty", "diverged"
 """States beside those of a header: an agent does not answer, no header yet, bits proven wrong."""
+WAITING, PAUSED = "waiting", "paused"
+"""The follower starts, or tries again after an error; generation stands still."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What ``/ready`` says. ``state`` is that of the header, or ``gone``, ``empty`` or ``diverged``."""
+    """What ``/ready`` says. ``state`` is that of the header, or ``gone``, ``empty``, ``diverged``, ``waiting`` or
+    ``paused``."""
 
     version: int
     head: int
@@ -46,11 +51,12 @@ class Status:
 class Readiness:
     """Knows from the follower's events which version is the newest, and asks the agents for the rest.
 
-    ``sockets`` gives those of all ranks, none while the engine is not known; ``run`` is what they have to follow.
+    ``sockets`` gives those of all ranks, none while the engine is not known. ``trouble`` says what else keeps an
+    engine with whole weights from serving them (``WAITING``, ``PAUSED``), "" if nothing does; it has to answer at once.
     """
 
-    def __init__(self, sockets: Callable[[], Sequence[str]]) -> None:
-        self._sockets = sockets
+    def __init__(self, sockets: Callable[[], Sequence[str]], trouble: Callable[[], str]) -> None:
+        self._sockets, self._trouble = sockets, trouble
         self._run = ""
         self._head = 0
         self._doubted = False
@@ -68,14 +74,16 @@ class Readiness:
             self._doubted = False
 
     def status(self) -> Status:
-        """As it is at this moment; never waits for a refit, nor longer than ``ASK_S`` for a rank."""
+        """As it is at this moment; never waits for a refit, nor longer than ``ASK_S`` for the ranks."""
         try:
             header = self._header()
         except RefitError:
             return self._status(None, GONE)
         if header is None:
             return self._status(None, EMPTY)
-        return self._status(header, DIVERGED if self._doubted else header.state.value)
+        if header.state is not State.CLEAN:
+            return self._status(header, header.state.value)
+        return self._status(header, DIVERGED if self._doubted else self._trouble() or header.state.value)
 
     def _status(self, header: Header | None, state: str) -> Status:
         if header is None:
@@ -84,7 +92,8 @@ class Readiness:
 
     def _header(self) -> Header | None:
         """Rank 0's note, if it speaks of the agents that answer now and of the run that is followed."""
-        hellos = [_hello(path) for path in self._sockets()]
+        until = time.monotonic() + ASK_S
+        hellos = [_hello(path, until) for path in self._sockets()]
         if not hellos:
             raise UnavailableError("no agent is known")
         if (text := hellos[0]["header"]) is None:
@@ -94,9 +103,11 @@ class Readiness:
         return header if incarnations == found and header.run == self._run else None
 
 
-def _hello(path: str) -> dict[str, Any]:
-    with closing(AgentClient(path, ASK_S)) as client:
-        answer: dict[str, Any] = client.call("hello", ASK_S)
+def _hello(path: str, until: float) -> dict[str, Any]:
+    if (left := until - time.monotonic()) <= 0:
+        raise UnavailableError("the agents do not answer in time")
+    with closing(AgentClient(path, left)) as client:
+        answer: dict[str, Any] = client.call("hello", max(0.001, until - time.monotonic()))
         return answer
 
 
@@ -125,6 +136,11 @@ class ReadyServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Quiet about who gave up waiting for the answer."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 def _handler(status: Callable[[], Status]) -> type[BaseHTTPRequestHandler]:

@@ -14,7 +14,7 @@ import contextlib
 import json
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,10 @@ _NOTHING = base64.b64encode(b"\x80\x04]\x94.").decode()
 
 
 class SglangControl:
-    """One SGLang server at ``url``. ``in_flight`` is one of ``IN_FLIGHT``; ``key`` is the server's API key."""
+    """One SGLang server at ``url``. ``in_flight`` is one of ``IN_FLIGHT``; ``key`` is the server's API key.
+
+    ``serving``: generation ran when it was last looked at. ``guard`` is called with the sockets of agents before they
+    are given out."""
 
     def __init__(self, url: str, *, in_flight: str = "keep", key: str | None = None) -> None:
         if in_flight not in IN_FLIGHT:
@@ -45,6 +48,8 @@ class SglangControl:
         self._http = HttpClient(url, NAME, key=key)
         self._in_flight = in_flight
         self.sockets: list[str] = []
+        self.serving = False
+        self.guard: Callable[[Sequence[str]], None] = lambda sockets: None
 
     @property
     def url(self) -> str:
@@ -52,10 +57,15 @@ class SglangControl:
 
     def check(self) -> None:
         """``UnavailableError`` while it does not answer, ``UsageError`` for what is no SGLang server."""
-        reply = self._http.request("GET", "/ping")
-        if reply.status == 404:
-            raise self._http.stranger("/ping", reply.shown)
-        self._http.check(reply, "/ping")
+        try:
+            reply = self._http.request("GET", "/ping")
+            if reply.status == 404:
+                raise self._http.stranger("/ping", reply.shown)
+            self._http.check(reply, "/ping")
+            self.serving = self._http.request("GET", "/ready").ok
+        except BaseException:
+            self.serving = False
+            raise
 
     def agents(self) -> list[str]:
         """Sockets of the agents, rank by rank. If they do not run yet, generation stands still for a moment while the
@@ -77,8 +87,10 @@ class SglangControl:
             step = "Look into the log of the engine."
             raise UsageError("SGLang's workers cannot start agents", found="; ".join(errors), next_step=step)
         refuse_objections(NAME, found)
-        self.sockets = [str(one["socket"]) for one in found]
-        return self.sockets
+        sockets = [str(one["socket"]) for one in found]
+        self.guard(sockets)
+        self.sockets = sockets
+        return sockets
 
     def pause(self) -> None:
         if self._in_flight == "abort":
@@ -105,6 +117,7 @@ class SglangControl:
 
     def resume(self) -> None:
         self._http.post("/continue_generation", {"torch_empty_cache": False})
+        self.serving = True
 
     def version(self) -> str:
         """What the engine says that it serves: a version, or "default" before the first refit."""
@@ -113,12 +126,17 @@ class SglangControl:
     # ------------------------------------------------------------------------------------ parts
 
     def _pause(self, mode: str) -> None:
+        self.serving = False
         self._http.post("/pause_generation", {"mode": mode}, deadline_s=PAUSE_S)
 
     def _facts(self) -> dict[str, Any]:
         """How it was started, as its ranks answer. ``UsageError`` for what is no SGLang server, or one without our
         loader: SGLang ends if it is asked for a loader that it was not started with."""
-        facts = self._http.get("/server_info", deadline_s=PAUSE_S)
+        reply = self._http.request("GET", "/server_info", deadline_s=PAUSE_S)
+        if reply.status == 404:
+            raise self._http.stranger("/server_info", reply.shown)
+        self._http.check(reply, "/server_info")
+        facts = self._http.parsed(reply, "/server_info")
         if not isinstance(facts, dict) or not {"tp_size", "pp_size", "custom_weight_loader"} <= set(facts):
             raise self._http.stranger("/server_info", facts)
         if LOADER not in (facts["custom_weight_loader"] or ()):

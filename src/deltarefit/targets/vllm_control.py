@@ -13,10 +13,9 @@ What becomes of requests that run when a refit begins is the user's choice (``in
 
 from __future__ import annotations
 
-import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from deltarefit.errors import UnavailableError, UsageError
@@ -37,7 +36,10 @@ _SLEEP_STATE = re.compile(r'^vllm:engine_sleep_state\{[^}]*sleep_state="awake"[^
 
 
 class VllmControl:
-    """One vLLM server at ``url``. ``in_flight`` is one of ``IN_FLIGHT``; ``key`` is the server's API key."""
+    """One vLLM server at ``url``. ``in_flight`` is one of ``IN_FLIGHT``; ``key`` is the server's API key.
+
+    ``serving``: generation ran when it was last looked at. ``guard`` is called with the sockets of agents before they
+    are given out."""
 
     def __init__(self, url: str, *, in_flight: str = "keep", key: str | None = None) -> None:
         if in_flight not in IN_FLIGHT:
@@ -45,6 +47,8 @@ class VllmControl:
         self._http = HttpClient(url, NAME, key=key)
         self._in_flight = in_flight
         self.sockets: list[str] = []
+        self.serving = False
+        self.guard: Callable[[Sequence[str]], None] = lambda sockets: None
 
     @property
     def url(self) -> str:
@@ -53,11 +57,11 @@ class VllmControl:
     def check(self) -> None:
         """``UnavailableError`` while it does not answer or is asleep, ``UsageError`` for what is no vLLM server, or one
         without development endpoints."""
-        answer = self._asked("/is_sleeping")
-        if not isinstance(answer, dict) or "is_sleeping" not in answer:
-            raise self._http.stranger("/is_sleeping", answer)
-        if answer["is_sleeping"]:
-            self._check_awake()
+        try:
+            self.serving = self._runs()
+        except BaseException:
+            self.serving = False
+            raise
 
     def agents(self) -> list[str]:
         """Sockets of the agents, rank by rank; each worker starts its own when asked first."""
@@ -73,10 +77,13 @@ class VllmControl:
         refuse_objections(NAME, found)
         if len(found) != size:
             raise UnavailableError("not all workers of vLLM answer", expected=size, found=len(found))
-        self.sockets = [str(one["socket"]) for one in sorted(found, key=lambda one: int(one["rank"]))]
-        return self.sockets
+        sockets = [str(one["socket"]) for one in sorted(found, key=lambda one: int(one["rank"]))]
+        self.guard(sockets)
+        self.sockets = sockets
+        return sockets
 
     def pause(self) -> None:
+        self.serving = False
         query = {"mode": self._in_flight, "clear_cache": "false"}  # what is cached counts until weights are written
         self._http.post("/pause", query=query, deadline_s=WAIT_S if self._in_flight == "wait" else PAUSE_S)
 
@@ -99,6 +106,7 @@ class VllmControl:
 
     def resume(self) -> None:
         self._http.post("/resume")
+        self.serving = True
 
     def version(self) -> str:
         """What the engine says that it serves: a version, or "default" before the first refit."""
@@ -106,22 +114,24 @@ class VllmControl:
 
     # ------------------------------------------------------------------------------------ what may be wrong
 
+    def _runs(self) -> bool:
+        """Whether generation runs; else it is paused."""
+        answer = self._asked("/is_sleeping")
+        if not isinstance(answer, dict) or "is_sleeping" not in answer:
+            raise self._http.stranger("/is_sleeping", answer)
+        if answer["is_sleeping"]:
+            self._check_awake()
+        return not answer["is_sleeping"]
+
     def _asked(self, path: str) -> Any:
         """The answer to a GET that only the development endpoints know."""
         reply = self._http.request("GET", path)
         if reply.status != 404:
             self._http.check(reply, path)
             return self._http.parsed(reply, path)
-        if not self._is_vllm():
+        if self._http.who() != NAME:
             raise self._http.stranger(path, reply.shown)
         raise UsageError(f"vLLM at {self.url} has no development endpoints", found=f"no {path}", next_step=START)
-
-    def _is_vllm(self) -> bool:
-        reply = self._http.request("GET", "/version")
-        try:
-            return reply.ok and "version" in json.loads(reply.text)
-        except (ValueError, TypeError):
-            return False
 
     def _check_awake(self) -> None:
         """vLLM also calls a paused engine sleeping: only its metrics tell whether the weights are there."""

@@ -51,7 +51,7 @@ class DeviceBackend:
     @torch.inference_mode()
     def sums(self, delta: Delta, boxes: Table, storage: torch.Tensor, shift: int, key: int) -> Digest:
         """Digest sums of the live elements at the delta's positions, of those that the storage holds.
-        ``IntegrityError`` if shifted elements have low bits."""
+        ``DigestMismatch`` if shifted elements have low bits."""
         place = self._place(storage, shift, boxes, delta.width)
         with _current(storage):
             parts = (self._scatter.sums(spots, place, key) for spots in self._spots(delta, boxes, False))
@@ -70,7 +70,7 @@ class DeviceBackend:
 
     @torch.inference_mode()
     def digest(self, boxes: Table, storage: torch.Tensor, shift: int, key: int) -> Digest:
-        """Digest sums of all elements of the boxes. ``IntegrityError`` if shifted elements have low bits."""
+        """Digest sums of all elements of the boxes. ``DigestMismatch`` if shifted elements have low bits."""
         place = self._place(storage, shift, boxes, 2 if shift else storage.element_size())
         with _current(storage):
             return self._scatter.digest(boxes, place, key) if len(boxes) else Digest()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +14,10 @@ from deltarefit.elements import Elements
 from deltarefit.records import Digest
 from deltarefit.targets.placing.device import DeviceBackend
 from deltarefit.targets.placing.plan import Table
+from deltarefit.targets.placing.scatter import low_bits
+
+LOWER_HALF = "lower half of a widened element is not zero"
+"""What the kernel says of low bits."""
 
 
 class Backend(Protocol):
@@ -24,21 +30,39 @@ class Backend(Protocol):
 
 
 class HostBackend:
-    """The native kernel, on storages that the CPU reaches."""
+    """The native kernel, on storages that the CPU reaches.
+
+    ``DigestMismatch`` if shifted elements that are read have low bits; nothing is written then.
+    """
 
     def apply(self, delta: Delta, boxes: Table, storage: Elements, shift: int) -> int:
-        hits: int = _kernel.place_apply(delta.record, delta.slices, storage, boxes, shift)
+        with _low_bits_told(shift):
+            hits: int = _kernel.place_apply(delta.record, delta.slices, storage, boxes, shift)
         return hits
 
     def sums(self, delta: Delta, boxes: Table, storage: Elements, shift: int, key: int) -> Digest:
-        return Digest(*_kernel.place_sums(delta.record, delta.slices, storage, boxes, key, shift))
+        with _low_bits_told(shift):
+            return Digest(*_kernel.place_sums(delta.record, delta.slices, storage, boxes, key, shift))
 
     def preview(self, delta: Delta, boxes: Table, storage: Elements, shift: int, key: int) -> tuple[Digest, Digest]:
-        pre, post = _kernel.place_preview(delta.record, delta.slices, storage, boxes, key, shift)
+        with _low_bits_told(shift):
+            pre, post = _kernel.place_preview(delta.record, delta.slices, storage, boxes, key, shift)
         return Digest(*pre), Digest(*post)
 
     def digest(self, boxes: Table, storage: Elements, shift: int, key: int) -> Digest:
-        return Digest(*_kernel.place_digest(storage, boxes, key, shift))
+        with _low_bits_told(shift):
+            return Digest(*_kernel.place_digest(storage, boxes, key, shift))
+
+
+@contextmanager
+def _low_bits_told(shift: int) -> Iterator[None]:
+    """The kernel has one error for all that it refuses; this one of them is not the caller's fault."""
+    try:
+        yield
+    except ValueError as error:
+        if LOWER_HALF in str(error):
+            raise low_bits(shift) from error
+        raise
 
 
 class Backends:

@@ -22,7 +22,7 @@ from deltarefit.errors import UnavailableError
 from deltarefit.manifest import TORCH_NAMES, Catalog
 from deltarefit.pieces import Piece
 from deltarefit.targets.placing.recorder import Landing, Load, Recording, record
-from deltarefit.targets.placing.storages import Storage, places_of
+from deltarefit.targets.placing.storages import Seen, Storage, places_of
 
 MAX_DIGITS = 6
 """Most digits of a part's box."""
@@ -63,15 +63,19 @@ class Part:
 @dataclass(frozen=True)
 class Plan:
     """One rank's placement of one catalog. ``modes``: mode and reason of each tensor. ``together``: opaque tensors that
-    the loader needs in one call. ``leftover``: storages that no canonical tensor fills."""
+    the loader needs in one call. ``leftover``: names of each of the engine's tensors
+    that has no element which the loader writes to."""
 
     storages: tuple[Storage, ...]
     parts: tuple[Part, ...]
     modes: tuple[tuple[Mode, str], ...]
     together: tuple[frozenset[int], ...]
-    leftover: tuple[int, ...]
+    leftover: tuple[tuple[str, ...], ...]
     names: tuple[tuple[str, ...], ...]
     """Checkpoint names of each tensor that the loader takes."""
+    made: tuple[tuple[frozenset[int], int, Box], ...]
+    """(tensors, storage, box): what the loader writes because of these tensors. The box's canonical side counts the
+    storage's elements."""
     places: Mapping[str, tuple[object, ...]]
 
     def holds(self, model: torch.nn.Module) -> bool:
@@ -123,8 +127,7 @@ class _Sorting:
         parts = [part for landing in landings for part in self._parts(landing)]
         out = {*self._opaque, *self._refused}
         parts = [part for part in parts if part.tensor not in out]
-        filled = {landing.storage for landing in self._recording.landings}
-        leftover = tuple(k for k in range(len(self._storages)) if k not in filled)
+        leftover = tuple(self._leftover())
         shifts: dict[int, int] = {}
         for part in parts:
             shifts[part.tensor] = max(part.shift, shifts.get(part.tensor, 0))
@@ -133,7 +136,23 @@ class _Sorting:
         for name in sorted(self._recording.taken):
             names[self._numbers[name]].append(name)
         taken = tuple(map(tuple, names))
-        return Plan(tuple(self._storages), tuple(parts), modes, tuple(self._together), leftover, taken, places)
+        together = tuple(self._together)
+        return Plan(tuple(self._storages), tuple(parts), modes, together, leftover, taken, self._made(), places)
+
+    def _made(self) -> tuple[tuple[frozenset[int], int, Box], ...]:
+        """Of tensors that go through the loader."""
+        caused = ((self._causes(one), one) for one in self._recording.landings if one.name or one.made)
+        opaque = self._opaque.keys()
+        return tuple((why, one.storage, box) for why, one in caused if why & opaque for box in one.boxes)
+
+    def _leftover(self) -> Iterator[tuple[str, ...]]:
+        """A tensor that only shares a storage with filled ones is not filled; one that shares elements is."""
+        filled: dict[int, list[Box]] = {}
+        for landing in self._recording.landings:
+            filled.setdefault(landing.storage, []).extend(landing.boxes)
+        for number, storage in enumerate(self._storages):
+            if number not in self._layouts or number not in filled:  # else elements have moved since
+                yield from (seen.names for seen in _untouched(storage.seen, filled.get(number, [])))
 
     def _mode(self, tensor: int, shift: int | None) -> tuple[Mode, str]:
         if tensor in self._refused:
@@ -233,6 +252,20 @@ def _meeting(landings: Sequence[Landing]) -> Iterator[tuple[Landing, Landing]]:
             if telling and other[4] is not span[4] and _share(other[3], span[3]):
                 yield other[4], span[4]
         near.append(span)
+
+
+def _untouched(regions: Sequence[Seen], filled: Sequence[Box]) -> Iterator[Seen]:
+    """Regions of a storage that have no element in common with boxes that were written to, of the same storage."""
+    writes = sorted(((_span(box), box) for box in dict.fromkeys(filled)), key=lambda write: write[0], reverse=True)
+    near: list[tuple[tuple[int, int], Box]] = []
+    for low, high, seen in sorted(((*_span(seen.box), seen) for seen in regions), key=lambda region: region[:2]):
+        while writes and writes[-1][0][0] < high:
+            near.append(writes.pop())
+        near = [write for write in near if write[0][1] > low]
+        dense = seen.box.numel == high - low
+        meets = (one for span, one in near if span[0] < high and ((dense and span[0] >= low) or _share(one, seen.box)))
+        if next(meets, None) is None:
+            yield seen
 
 
 def _span(box: Box) -> tuple[int, int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,52 +23,17 @@ from deltarefit.manifest import Catalog, PayloadRef
 from deltarefit.pool import side_by_side
 from deltarefit.protocol.messages import Op
 from deltarefit.records import Digest
+from deltarefit.targets.placing.attached import Attached, Place, Staged, Sums, last_of, loaded_together, said
 from deltarefit.targets.placing.files import CheckpointFiles
 from deltarefit.targets.placing.host import Backend, Backends
-from deltarefit.targets.placing.plan import Layouts, Mode, Part, Plan, Table, make_plan, table_of
+from deltarefit.targets.placing.plan import Layouts, Mode, Part, Plan, make_plan, table_of
 from deltarefit.targets.placing.recorder import Load
 from deltarefit.targets.placing.shadows import Shadows
 
 T = TypeVar("T")
-Sums = dict[int, Digest]
-"""Digest sums by class."""
 NO_CLASS = -1
 """Of a part whose tensor goes through the native loader as a whole."""
 MAX_THREADS = 4
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Parts of one tensor and one class in one storage."""
-
-    class_: int
-    low: int
-    high: int
-    boxes: Table
-    backend: Backend
-    storage: Any
-    shift: int
-
-
-@dataclass
-class _Staged:
-    """A payload on its way. ``done``: written; None while that is not known."""
-
-    deltas: list[Delta]
-    pre: Sums
-    post: Sums
-    done: bool | None = False
-
-
-@dataclass
-class _Attached:
-    run: str
-    catalog: Catalog
-    keys: tuple[int, ...]
-    plan: Plan
-    shadows: Shadows
-    places: list[list[_Place]] = field(default_factory=list)
-    shadow_classes: dict[int, int] = field(default_factory=dict)
 
 
 class RankWeights:
@@ -95,11 +59,13 @@ class RankWeights:
         self._model, self._load, self._layouts = model, load, layouts
         self._files = CheckpointFiles(checkpoint)
         self._after, self._unfilled = after, unfilled
-        self._at: _Attached | None = None
-        self._staged: dict[str, _Staged] = {}
+        self._at: Attached | None = None
+        self._held: dict[str, Attached] = {}
+        """By catalog: what was attached to since the last write. A follower that is refused must not cost another one
+        what it needs."""
+        self._payloads: dict[str, dict[str, Staged]] = {}
+        """By run, then by hash."""
         self._backends = Backends()
-        self._known = False
-        """Whether shadow bits are those of the version that is live."""
         self._unfinished = False
         """Whether something was written that the native loader or ``after`` has not seen yet."""
         self._checked = False
@@ -109,29 +75,41 @@ class RankWeights:
 
     # ------------------------------------------------------------------------------------ attaching
 
+    def ready_for(self, catalog: str) -> bool:
+        """Whether attaching to a catalog, by identity, would neither run the loader nor touch the weights."""
+        at = self._held.get(catalog)
+        return at is not None and at.known and at.plan.holds(self._model)
+
     def attach(self, run: str, catalog: Catalog) -> dict[str, Any]:
         """Record the placement of ``catalog``, unless that was done already and the weights still lie there; this
-        rank's plan (``ranks.RankGroup``)."""
-        at = self._at
-        if at is None or (at.run, at.catalog) != (run, catalog) or not at.plan.holds(self._model):
-            plan = make_plan(self._model, self._load, catalog, self._layouts)
-            self._refuse_leftovers(plan)
-            shadows = Shadows(catalog, plan.storages, self._load, plan.names)
-            self._at = _Attached(run, catalog, catalog_keys(run, catalog), plan, shadows)
-            self.header, self._known = None, False
-            self._staged.clear()
-        plan = self._attached().plan
+        rank's plan (``ranks.RankGroup``). Header and payloads of whoever attached before stay as they are."""
+        at = self._held.get(catalog.identity)
+        if at is None or not at.plan.holds(self._model):
+            at = self._held[catalog.identity] = self._recorded(catalog, at)
+        at.run, at.keys = run, catalog_keys(run, catalog)
+        self._at = at
         return {
-            "parts": [_part(part) for part in plan.parts],
-            "modes": {k: [mode.value, reason] for k, (mode, reason) in enumerate(plan.modes)},
+            "parts": [said(part) for part in at.plan.parts],
+            "modes": {k: [mode.value, reason] for k, (mode, reason) in enumerate(at.plan.modes)},
         }
+
+    def _recorded(self, catalog: Catalog, before: Attached | None) -> Attached:
+        """A new plan. Bits of shadows outlive a move of the weights; what was written where does not."""
+        plan = make_plan(self._model, self._load, catalog, self._layouts)
+        self._refuse_leftovers(plan)
+        at = Attached(catalog, plan, Shadows(catalog, plan, self._load))
+        if before is not None:
+            at.shadows.inherit(before.shadows)
+            at.known = before.known
+            for staged in (one for payloads in self._payloads.values() for one in payloads.values()):
+                staged.done = None
+        return at
 
     def _refuse_leftovers(self, plan: Plan) -> None:
         """Weights that no canonical tensor fills would silently keep the bits of another version."""
         if any(mode is Mode.REFUSED for mode, _ in plan.modes):
             return  # says more, and why
-        names = [plan.storages[k].names for k in plan.leftover]
-        unknown = [group[0] for group in names if not all(self._unfilled(name) for name in group)]
+        unknown = [names[0] for names in plan.leftover if not all(self._unfilled(name) for name in names)]
         if unknown:
             raise UsageError(
                 "the engine keeps tensors that its loader does not fill from the catalog",
@@ -146,40 +124,43 @@ class RankWeights:
         at, opaque = self._attached(), frozenset(assignment["opaque"])
         at.shadow_classes = dict(zip(assignment["shadows"], assignment["shadow_classes"], strict=True))
         at.places = self._placed(at, assignment["classes"])
-        new = at.shadows.keep(at.shadow_classes, _groups(at.plan, opaque))
-        if not self._known or new:
-            self._fill_shadows(at)
+        new = at.shadows.keep(at.shadow_classes, loaded_together(at.plan, opaque))
+        if at.known and not new:
+            self._unfinished |= at.shadows.renew()
+        else:
+            at.known = self._filled(at)
 
-    def _fill_shadows(self, at: _Attached) -> None:
-        """From the engine's own checkpoint, proven: the loader makes of it what is live."""
-        self._known = not at.shadow_classes
-        if self._known or not self._files.available:
-            return
+    def _filled(self, at: Attached) -> bool:
+        """Take shadow bits from the engine's own checkpoint, proven: the loader makes of them what is live. False if it
+        is not there."""
+        if not at.shadow_classes:
+            return True
+        if not self._files.available:
+            return False
         for number in at.shadow_classes:
             at.shadows.bits(number)[:] = self._files.read(at.catalog.tensors[number])
         if wrong := at.shadows.prove():
-            names = ", ".join(at.catalog.tensors[k].name for k in sorted(wrong)[:8])
             raise BaseMismatch(
                 "the native loader does not make the live bits of the engine's own checkpoint",
-                found=names,
+                found="; ".join(f"{at.catalog.tensors[k].name}: {why}" for k, why in sorted(wrong.items())[:8]),
                 next_step="Start the engine from a checkpoint of the model, without post-load transforms of these.",
             )
-        self._known = True
+        return True
 
-    def _placed(self, at: _Attached, classes: Sequence[int]) -> list[list[_Place]]:
+    def _placed(self, at: Attached, classes: Sequence[int]) -> list[list[Place]]:
         groups: dict[tuple[int, int, int, int], list[Part]] = {}
         for part, class_ in zip(at.plan.parts, classes, strict=True):
             if class_ != NO_CLASS:
                 groups.setdefault((part.tensor, class_, part.storage, part.shift), []).append(part)
         views: dict[int, tuple[Backend, Any]] = {}
-        places: list[list[_Place]] = [[] for _ in at.catalog.tensors]
+        places: list[list[Place]] = [[] for _ in at.catalog.tensors]
         for (tensor, class_, storage, shift), parts in groups.items():
             if storage not in views:
                 views[storage] = self._backends.view(at.plan.storages[storage].integers())
             backend, view = views[storage]
             low = min(part.box.canonical for part in parts)
-            high = max(_last(part) for part in parts) + 1
-            places[tensor].append(_Place(class_, low, high, table_of(parts), backend, view, shift))
+            high = max(last_of(part) for part in parts) + 1
+            places[tensor].append(Place(class_, low, high, table_of(parts), backend, view, shift))
         return places
 
     # ------------------------------------------------------------------------------------ payloads
@@ -196,7 +177,7 @@ class RankWeights:
         for class_, (before, after) in self._each(partial(self._preview, at), deltas):
             pre[class_] = pre.get(class_, Digest()) + before
             post[class_] = post.get(class_, Digest()) + after
-        self._staged[ref.sha256] = _Staged(deltas, pre, post)
+        self._staged[ref.sha256] = Staged(deltas, pre, post)
         return {class_: (pre[class_], post[class_]) for class_ in pre}
 
     def staged(self, ref: PayloadRef) -> bool:
@@ -220,15 +201,19 @@ class RankWeights:
         if op is Op.SKIP or self._is_written(staged):
             return
         at = self._attached()
-        if not self._checked:  # once for all payloads of a pause
+        if not self._checked:  # once for all payloads of a pause; and again when they are read back
             at.plan.check(self._model)
         self._checked = True
-        staged.done, self._unfinished = None, True
+        self._begin_writing(at)
+        staged.done = None
         self._each(partial(self._apply, at), staged.deltas)
         staged.done = True
 
-    def _is_written(self, staged: _Staged) -> bool:
+    def _is_written(self, staged: Staged) -> bool:
         if staged.done is None:
+            for delta in staged.deltas:  # it may have been interrupted before the loader was told
+                self._attached().shadows.touched(delta.tensor)
+            self._unfinished = True
             live = self._sums(staged)
             if live not in (staged.pre, staged.post):
                 raise IntegrityError("a rank was interrupted in the middle of a payload", next_step="Load an anchor.")
@@ -239,14 +224,15 @@ class RankWeights:
         """Set all elements of an anchor's payload that lie here."""
         at = self._attached()
         at.plan.check(self._model)
-        self._known = self._unfinished = True
+        self._begin_writing(at)
+        at.known = True
         self._each(partial(self._apply, at), open_payload(data, ref, at.catalog))
 
     def digest(self) -> Sums:
         """Of all live bits, by class, and of the shadows. What the loader made of opaque tensors is checked as well."""
         at = self._attached()
         at.plan.check(self._model)
-        if not self._known:
+        if not at.known:
             raise UsageError(
                 "tensors that the engine does not store as they are have bits that nobody knows",
                 expected="the checkpoint that the engine loaded, in safetensors files",
@@ -281,22 +267,34 @@ class RankWeights:
 
     # ------------------------------------------------------------------------------------ parts
 
-    def _attached(self) -> _Attached:
+    @property
+    def _staged(self) -> dict[str, Staged]:
+        """Payloads of the run that is attached."""
+        return self._payloads.setdefault(self._attached().run, {})
+
+    def _begin_writing(self, at: Attached) -> None:
+        """From here on the weights are those of this run, or of none: what others kept is of no use any more."""
+        self._held = {at.catalog.identity: at}
+        self._payloads = {at.run: self._staged}
+        self._unfinished = True
+
+    def _attached(self) -> Attached:
         if self._at is None:
             raise UsageError("a rank is not attached to a run", next_step="Attach it first.")
         return self._at
 
-    def _finish(self, at: _Attached) -> None:
+    def _finish(self, at: Attached) -> None:
         """After writes: opaque tensors through the native loader, then what the engine derives."""
         self._checked = False
         if self._unfinished:
+            at.plan.check(self._model)
             at.shadows.load()
             self._after()
             for device in {storage.tensor.device for storage in at.plan.storages} - {torch.device("cpu")}:
                 torch.get_device_module(device).synchronize(device)
             self._unfinished = False
 
-    def _sums(self, staged: _Staged) -> Sums:
+    def _sums(self, staged: Staged) -> Sums:
         at, sums = self._attached(), dict.fromkeys(staged.pre, Digest())
         for class_, part in self._each(partial(self._live, at), staged.deltas):
             sums[class_] += part
@@ -306,13 +304,13 @@ class RankWeights:
         results = map(work, items) if self._backends.one_at_a_time else side_by_side(self._pool, work, items)
         return (one for found in list(results) for one in found)
 
-    def _shadow(self, at: _Attached, delta: Delta) -> Elements | None:
+    def _shadow(self, at: Attached, delta: Delta) -> Elements | None:
         return at.shadows.bits(delta.tensor)[delta.low : delta.high] if delta.tensor in at.shadow_classes else None
 
-    def _hit(self, at: _Attached, delta: Delta) -> Iterator[_Place]:
+    def _hit(self, at: Attached, delta: Delta) -> Iterator[Place]:
         return (place for place in at.places[delta.tensor] if place.low < delta.high and delta.low < place.high)
 
-    def _preview(self, at: _Attached, delta: Delta) -> list[tuple[int, tuple[Digest, Digest]]]:
+    def _preview(self, at: Attached, delta: Delta) -> list[tuple[int, tuple[Digest, Digest]]]:
         key = at.keys[delta.tensor]
         found = [(p.class_, p.backend.preview(delta, p.boxes, p.storage, p.shift, key)) for p in self._hit(at, delta)]
         if (bits := self._shadow(at, delta)) is not None:
@@ -320,7 +318,7 @@ class RankWeights:
             found.append((at.shadow_classes[delta.tensor], (Digest(*pre), Digest(*post))))
         return found
 
-    def _live(self, at: _Attached, delta: Delta) -> list[tuple[int, Digest]]:
+    def _live(self, at: Attached, delta: Delta) -> list[tuple[int, Digest]]:
         key = at.keys[delta.tensor]
         found = [(p.class_, p.backend.sums(delta, p.boxes, p.storage, p.shift, key)) for p in self._hit(at, delta)]
         if (bits := self._shadow(at, delta)) is not None:
@@ -328,37 +326,14 @@ class RankWeights:
             found.append((at.shadow_classes[delta.tensor], sums))
         return found
 
-    def _apply(self, at: _Attached, delta: Delta) -> list[None]:
+    def _apply(self, at: Attached, delta: Delta) -> list[None]:
         for place in self._hit(at, delta):
             place.backend.apply(delta, place.boxes, place.storage, place.shift)
         if (bits := self._shadow(at, delta)) is not None:
-            _kernel.apply(delta.record, delta.slices, bits)
             at.shadows.touched(delta.tensor)
+            _kernel.apply(delta.record, delta.slices, bits)
         return []
 
-    def _place_digest(self, at: _Attached, pair: tuple[int, _Place]) -> list[tuple[int, Digest]]:
+    def _place_digest(self, at: Attached, pair: tuple[int, Place]) -> list[tuple[int, Digest]]:
         tensor, place = pair
         return [(place.class_, place.backend.digest(place.boxes, place.storage, place.shift, at.keys[tensor]))]
-
-
-def _last(part: Part) -> int:
-    return part.box.canonical + sum((n - 1) * stride for n, _, stride in part.box.dims)
-
-
-def _part(part: Part) -> list[Any]:
-    return [part.tensor, [[n, stride] for n, _, stride in part.box.dims], part.box.canonical]
-
-
-def _groups(plan: Plan, opaque: frozenset[int]) -> list[frozenset[int]]:
-    """Opaque tensors that the loader needs in one call: what is linked stays together."""
-    groups: list[set[int]] = []
-    for links in [*({k} for k in sorted(opaque)), *(set(names & opaque) for names in plan.together)]:
-        joined = set(links)
-        apart = []
-        for group in groups:
-            if group & joined:
-                joined |= group
-            else:
-                apart.append(group)
-        groups = [*apart, joined]
-    return [frozenset(group) for group in groups if group]

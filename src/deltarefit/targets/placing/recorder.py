@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from deltarefit.affine import Box
 from deltarefit.affine.boxes import ascends
 from deltarefit.errors import UsageError
-from deltarefit.targets.placing.storages import Storage, places_of, storages_of, tensors_of
+from deltarefit.targets.placing.storages import Storage, box_in, places_of, storages_of, tensors_of
 from deltarefit.tracing import (
     Casts,
     Kind,
@@ -80,9 +80,11 @@ def record(model: torch.nn.Module, load: Load, kinds: Mapping[str, Kind]) -> tup
     threaded = 0
     while True:
         recorder = _Recorder(storages)
-        error = recorder.run(load, {n: kind for n, kind in kinds.items() if n not in opaque and n not in refused})
-        after = places_of(model)
-        bound.restore()
+        try:
+            error = recorder.run(load, {n: kind for n, kind in kinds.items() if n not in opaque and n not in refused})
+            after = places_of(model)
+        finally:
+            bound.restore()
         _refuse_moved(before, after)
         if recorder.threads and (threaded := threaded + 1) < THREADED_TRIES:  # they may be somebody else's
             continue
@@ -124,7 +126,7 @@ class _Bound:
         modules = list(model.modules())
         tables = [table for module in modules for table in (vars(module), *map(vars(module).get, _TABLES))]
         self._tables = [(table, dict(table)) for table in tables if table is not None]
-        self._tensors = [(found.tensor, found.tensor.data) for found in tensors_of(model) if found.kind != "attribute"]
+        self._tensors = [(found.tensor, found.tensor.data) for found in tensors_of(model)]
 
     def restore(self) -> None:
         """Have everything as it was, and touch nothing that is: the engine may be running."""
@@ -168,11 +170,13 @@ class _Recorder(Provenance):  # type: ignore[no-untyped-call]
         self._outside: list[tuple[StorageWeakRef, tuple[int, ...]]] = []
 
     def run(self, load: Load, kinds: Mapping[str, Kind]) -> Exception | None:
-        """Drive the loader once; what it raised."""
+        """Drive the loader once; what it raised. Memory that ran out says nothing about a tensor, and is raised."""
         before = threading.enumerate()
         try:
             with self, torch.no_grad():
                 load(self._checkpoint(kinds))
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a loader raises about one tensor is that tensor's reason
             return error
         self.threads = [t for t in threading.enumerate() if t not in before and not t.name.startswith(OWN_THREADS)]
@@ -316,7 +320,7 @@ class _Recorder(Provenance):  # type: ignore[no-untyped-call]
         self._note_opaque(reason, made_of)
         names = self._names(made_of)
         by = names or frozenset([self.current] if self.current else [])
-        self.found.landings.append(Landing(place, (_box(to, self._widths[place]),), by=by, made=bool(names)))
+        self.found.landings.append(Landing(place, (box_in(to, self._widths[place]),), by=by, made=bool(names)))
         self._loaded(to, names)
 
     def _loaded(self, to: torch.Tensor, names: Iterable[str]) -> None:
@@ -360,16 +364,3 @@ def _folded(tensor: torch.Tensor) -> bool:
     """Whether elements of a view may lie on each other."""
     dims = sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True)
     return not ascends(tuple(n for _, n in dims), tuple(int(s) for s, _ in dims))
-
-
-def _box(tensor: torch.Tensor, width: int) -> Box:
-    """The elements of a tensor in its storage of elements of ``width`` bytes, row by row; if it sees them as others,
-    all that lies between its first byte and its last."""
-    dims = [(n, int(s)) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
-    first, size = int(tensor.storage_offset()), tensor.element_size()
-    if size != width:
-        last = first + sum((n - 1) * s for n, s in dims)
-        first, end = first * size // width, -(-(last + 1) * size // width)
-        dims = [(end - first, 1)]
-    sizes, strides = tuple(n for n, _ in dims), tuple(s for _, s in dims)
-    return Box(sizes, 0, (0,) * len(dims), first, strides)

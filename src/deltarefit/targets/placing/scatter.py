@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from deltarefit.codec import ADD, SET, XOR
-from deltarefit.errors import IntegrityError
+from deltarefit.errors import DigestMismatch
 from deltarefit.records import Digest
 
 CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -132,14 +132,19 @@ def elements_of(table: Table) -> Table:
 
 
 def refuse_low_bits(low: int, place: Place) -> None:
-    """``IntegrityError`` if any of the low bits of shifted elements was set."""
+    """``DigestMismatch`` if any of the low bits of shifted elements was set."""
     if low:
-        raise IntegrityError(
-            "a weight kept in a wider dtype does not hold canonical bits",
-            expected=f"{place.shift} zero bits below each element",
-            found="other bits",
-            next_step="Reload the engine: something else has written to its weights.",
-        )
+        raise low_bits(place.shift)
+
+
+def low_bits(shift: int) -> DigestMismatch:
+    """Live bits below the ``shift`` that no version has."""
+    return DigestMismatch(
+        "a weight kept in a wider dtype does not hold canonical bits",
+        expected=f"{shift} zero bits below each element",
+        found="other bits",
+        next_step="Something else has written to the engine's weights; an anchor mends them.",
+    )
 
 
 class TorchScatter:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deltarefit.elements import Elements
 from deltarefit.errors import IntegrityError
 from deltarefit.manifest import TORCH_NAMES, Catalog
+from deltarefit.targets.placing.plan import Plan
 from deltarefit.targets.placing.recorder import Load
 from deltarefit.targets.placing.storages import Storage
 from deltarefit.tracing import tensors_in, written_arguments
@@ -29,18 +30,13 @@ _Region = tuple[int, int, tuple[int, ...], tuple[int, ...], int]
 class Shadows:
     """Shadow bits of one rank, and the native loader for those of them that are opaque.
 
-    ``names`` are what the loader calls each tensor.
+    What the loader writes when it is given opaque tensors must be all that it wrote because of them while it was
+    recorded: one that waits for further tensors would leave older bits live.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        storages: Sequence[Storage],
-        load: Load,
-        names: Sequence[Sequence[str]],
-    ) -> None:
-        self._catalog, self._load, self._names = catalog, load, names
-        self._storages = storages
+    def __init__(self, catalog: Catalog, plan: Plan, load: Load) -> None:
+        self._catalog, self._load, self._plan = catalog, load, plan
+        self._storages = plan.storages
         self._groups: list[frozenset[int]] = []
         self._bits: dict[int, Elements] = {}
         self._stale: set[int] = set()
@@ -63,28 +59,68 @@ class Shadows:
         """Its bits changed: if it is opaque, the loader has to take it again."""
         self._stale.update(k for group in self._groups if tensor in group for k in group)
 
-    def load(self) -> None:
-        """Have the native loader take what was touched, and remember what it made."""
-        if not self._stale:
-            return
-        with _Watch(self._storages) as watch:
-            self._feed(self._stale)
-        self._stale = set()
-        self._regions |= {region: self._hash(region) for region in watch.regions}
+    def inherit(self, other: Shadows) -> None:
+        """Take over the bits that another one has of the same catalog."""
+        self._bits = other._bits
 
-    def prove(self) -> list[int]:
-        """Opaque tensors whose shadow bits do not give what is live. The live weights are as before."""
-        wrong: list[int] = []
-        for group in self._groups:
-            with _Watch(self._storages, undo=True) as watch:
+    def renew(self) -> bool:
+        """After ``inherit``: whether the loader has to take something again, as it did not make what is live."""
+        if not self._regions:
+            for tensor in self.prove():
+                self.touched(tensor)
+        return bool(self._stale)
+
+    def load(self) -> None:
+        """Have the native loader take what was touched, and remember what it made. ``IntegrityError`` if it does not
+        write all that these tensors lead to."""
+        for group in [group for group in self._groups if group & self._stale]:
+            with _Watch(self._storages) as watch:
                 self._feed(group)
-            made = {region: self._hash(region) for region in watch.regions}
-            watch.take_back()
-            if all(self._hash(region) == found for region, found in made.items()):
-                self._regions |= made
+            if not self._is_complete(group, watch):
+                raise IntegrityError(
+                    "the native loader does not take tensors again",
+                    found=", ".join(self._catalog.tensors[k].name for k in sorted(group)[:4]),
+                    next_step="Restart the engine, and report the model.",
+                )
+            self._regions |= {region: self._hash(region) for region in watch.regions}
+            self._stale -= group
+
+    def prove(self) -> dict[int, str]:
+        """Opaque tensors whose shadow bits do not give what is live, and why. The live weights are as before."""
+        wrong: dict[int, str] = {}
+        for group in self._groups:
+            watch = _Watch(self._storages, undo=True)
+            try:
+                with watch:
+                    self._feed(group)
+                made = {region: self._hash(region) for region in watch.regions}
+            except Exception as error:  # noqa: BLE001 - whatever a loader raises, these tensors cannot be refitted
+                wrong |= dict.fromkeys(group, f"the loader raises {type(error).__name__}: {str(error)[:200]}")
+                continue
+            finally:
+                watch.take_back()
+            if not self._is_complete(group, watch):
+                wrong |= dict.fromkeys(group, "given alone, the loader does not write all that it leads to")
+            elif any(self._hash(region) != found for region, found in made.items()):
+                wrong |= dict.fromkeys(group, "the loader makes other bits than are live")
             else:
-                wrong += group
+                self._regions |= made
         return wrong
+
+    def _is_complete(self, group: frozenset[int], watch: _Watch) -> bool:
+        """Whether all was written that the recorded loader wrote because of these tensors."""
+        wanted = [(storage, box) for why, storage, box in self._plan.made if why & group]
+        if not wanted:
+            return bool(watch.regions)
+        for number in {storage for storage, _ in wanted}:
+            marks = torch.zeros(self._storages[number].tensor.untyped_storage().nbytes(), dtype=torch.bool)
+            for _, width, sizes, strides, offset in (region for region in watch.regions if region[0] == number):
+                _bytes(marks, width, sizes, strides, offset).fill_(True)
+            width = self._storages[number].width
+            boxes = (box for storage, box in wanted if storage == number)
+            if not all(bool(_bytes(marks, width, b.sizes, b.strides, b.canonical).all()) for b in boxes):
+                return False
+        return True
 
     def check(self) -> None:
         """Raises ``IntegrityError`` if what the loader made of opaque tensors was written to by someone else."""
@@ -95,7 +131,9 @@ class Shadows:
 
     def _feed(self, tensors: Iterable[int]) -> None:
         with torch.no_grad():
-            self._load((name, self._tensor(k)) for name, k in sorted((n, k) for k in tensors for n in self._names[k]))
+            self._load(
+                (name, self._tensor(k)) for name, k in sorted((n, k) for k in tensors for n in self._plan.names[k])
+            )
 
     def _tensor(self, number: int) -> torch.Tensor:
         """A copy: loaders may write to what they are given."""
@@ -112,6 +150,13 @@ class Shadows:
 def _view(storages: Sequence[Storage], region: _Region) -> torch.Tensor:
     number, width, sizes, strides, offset = region
     return storages[number].integers(width).as_strided(sizes, strides, offset)
+
+
+def _bytes(
+    marks: torch.Tensor, width: int, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int
+) -> torch.Tensor:
+    """The bytes of elements in a storage, as a view of ``marks``, one for each byte. Strides are not negative."""
+    return marks.as_strided((*sizes, width), (*(stride * width for stride in strides), 1), offset * width)
 
 
 def _zeros(catalog: Catalog, tensor: int) -> Elements:

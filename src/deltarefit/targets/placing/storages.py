@@ -5,21 +5,49 @@ A storage is what placement speaks of: tied tensors, views and fused parameters 
 
 from __future__ import annotations
 
+import types
+import weakref
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 
+from deltarefit.affine import Box
 from deltarefit.errors import UsageError
 
+MAX_VISITED = 100_000
+"""Most objects that are searched for tensors besides modules."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+"""Attributes that every module has: tables of tensors and modules, which are looked at as such, and hooks."""
+_PLAIN = (str, bytes, bytearray, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
+_CLOSED = (
+    type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType,
+    types.FrameType, torch.Generator, FakeTensor, *weakref.ProxyTypes,
+)  # fmt: skip
+_ELSEWHERE = frozenset(
+    "distributed _distributed_c10d compilation _dynamo _inductor _functorch fx threading concurrent logging".split()
+)
+"""Packages whose objects keep tensors in transit (messages, graphs that were captured), or lead to other models."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One region of a storage that tensors of a model show. ``box.canonical`` and strides count the storage's elements,
+    as the region's flat positions run; ``names`` are those of the tensors."""
+
+    names: tuple[str, ...]
+    box: Box
 
 
 @dataclass(frozen=True)
 class Storage:
     """One storage of a model. ``names`` are the tensors that lie in it, parameters and buffers by state-dict name,
-    plain attributes too. ``loaded``: one of them is a parameter or a persistent buffer, which loaders fill."""
+    plain attributes too, and ``seen`` is where. ``loaded``: one of them is a parameter or a persistent buffer, which
+    loaders fill."""
 
     pointer: int
     names: tuple[str, ...]
@@ -27,6 +55,7 @@ class Storage:
     """One of the tensors; keeps the storage alive."""
     dtypes: frozenset[torch.dtype]
     loaded: bool
+    seen: tuple[Seen, ...]
 
     @property
     def width(self) -> int:
@@ -56,39 +85,99 @@ class Found:
 
 
 def tensors_of(model: torch.nn.Module) -> Iterator[Found]:
-    """Every tensor that a model keeps, under every one of its names; plain attributes of modules too, one level of
-    lists and dicts deep. ``UsageError`` if a parameter has no memory yet."""
+    """Every parameter and buffer of a model, under every one of its names. ``UsageError`` if a parameter has no memory
+    yet."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        for leaf, tensor in module._parameters.items():
-            if is_lazy(tensor):
-                raise UsageError(
-                    f"parameter {dot + leaf} has no memory yet", next_step="Load the engine's weights first."
-                )
-            if tensor is not None:
-                yield Found(dot + leaf, tensor, "parameter")
-        for leaf, tensor in module._buffers.items():
-            if tensor is not None:
-                kind = "scratch" if leaf in module._non_persistent_buffers_set else "buffer"
-                yield Found(dot + leaf, tensor, kind)
-        for leaf, value in vars(module).items():
-            if not leaf.startswith(("_parameters", "_buffers", "_modules")):
-                yield from (Found(dot + name, tensor, "attribute") for name, tensor in _held(leaf, value))
+        yield from _own(f"{prefix}." if prefix else "", module)
 
 
-def _held(leaf: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield leaf, value
-    elif isinstance(value, list | tuple):
-        yield from ((f"{leaf}.{n}", one) for n, one in enumerate(value) if isinstance(one, torch.Tensor))
-    elif isinstance(value, dict):
-        yield from ((f"{leaf}.{key}", one) for key, one in value.items() if isinstance(one, torch.Tensor))
+def _own(dot: str, module: torch.nn.Module) -> Iterator[Found]:
+    for leaf, tensor in module._parameters.items():
+        if is_lazy(tensor):
+            raise UsageError(f"parameter {dot + leaf} has no memory yet", next_step="Load the engine's weights first.")
+        if tensor is not None:
+            yield Found(dot + leaf, tensor, "parameter")
+    for leaf, tensor in module._buffers.items():
+        if tensor is not None:
+            kind = "scratch" if leaf in module._non_persistent_buffers_set else "buffer"
+            yield Found(dot + leaf, tensor, kind)
+
+
+def attributes_of(model: torch.nn.Module) -> Iterator[Found]:
+    """Every tensor that the modules of a model keep otherwise: as attributes, in containers and in objects of any
+    kind, however deep, named by the way there. Modules that are hidden there are looked at as well. Nothing is called:
+    properties, functions and what they close over stay closed. Ends after ``MAX_VISITED`` objects."""
+    modules = list(model.named_modules(remove_duplicate=False))
+    visited = {id(module) for _, module in modules}
+    waiting: deque[tuple[str, object]] = deque()
+    for prefix, module in modules:
+        waiting.extend(_attributes(f"{prefix}." if prefix else "", module))
+    kept: list[object] = []  # ids are of objects that are alive
+    while waiting and len(kept) < MAX_VISITED:
+        name, value = waiting.popleft()
+        if isinstance(value, torch.Tensor):
+            yield Found(name, value, "attribute")
+        elif id(value) not in visited:
+            visited.add(id(value))
+            kept.append(value)
+            if isinstance(value, torch.nn.Module):
+                yield from _own(f"{name}.", value)
+            waiting.extend((one, held) for one, held in _inside(f"{name}.", value) if _open(held))
+
+
+def _open(value: object) -> bool:
+    """Whether there may be tensors of the model in it, or it is one."""
+    if isinstance(value, _PLAIN) or isinstance(value, _CLOSED):
+        return False
+    return isinstance(value, torch.Tensor | torch.nn.Module) or _ELSEWHERE.isdisjoint(
+        str(type(value).__module__).split(".")
+    )
+
+
+def _attributes(dot: str, module: torch.nn.Module) -> Iterator[tuple[str, object]]:
+    for leaf, value in list(vars(module).items()):
+        if leaf not in _OF_MODULES and _open(value):
+            yield dot + leaf, value
+
+
+def _inside(dot: str, value: object) -> Iterator[tuple[str, object]]:
+    """What an object is bound to, without asking it."""
+    if isinstance(value, torch.nn.Module):
+        yield from _attributes(dot, value)
+        yield from ((dot + leaf, one) for leaf, one in value._modules.items())
+        return
+    if isinstance(value, dict):
+        yield from ((f"{dot}{key}", one) for key, one in list(dict.items(value)))
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        yield from ((f"{dot}{n}", one) for n, one in enumerate(list(value)))
+    for leaf, one in _variables(value):
+        yield dot + leaf, one
+
+
+def _variables(value: object) -> list[tuple[str, object]]:
+    try:
+        found = list(object.__getattribute__(value, "__dict__").items())
+    except Exception:  # noqa: BLE001 - whatever an object raises, it does not show its variables
+        found = []
+    for base in type(value).__mro__:
+        if "__slots__" in vars(base):
+            for leaf, member in vars(base).items():
+                if isinstance(member, types.MemberDescriptorType):
+                    found.append((leaf, _slot(member, value)))
+    return found
+
+
+def _slot(member: types.MemberDescriptorType, value: object) -> object:
+    try:
+        return member.__get__(value)
+    except AttributeError:  # not set
+        return None
 
 
 def storages_of(model: torch.nn.Module) -> list[Storage]:
     """Every storage of a model that has memory, once, by first name."""
     groups: dict[int, list[Found]] = {}
-    for found in tensors_of(model):
+    for found in (*tensors_of(model), *attributes_of(model)):
         if found.tensor.layout == torch.strided and not found.tensor.is_meta and found.tensor.numel():
             groups.setdefault(found.tensor.untyped_storage().data_ptr(), []).append(found)
     return [_storage(pointer, group) for pointer, group in groups.items()]
@@ -96,9 +185,27 @@ def storages_of(model: torch.nn.Module) -> list[Storage]:
 
 def _storage(pointer: int, group: list[Found]) -> Storage:
     loaded = [found for found in group if found.kind in ("parameter", "buffer")]
-    first = (loaded or group)[0]
+    first = (loaded or group)[0].tensor
     names = tuple(dict.fromkeys(found.name for found in group))
-    return Storage(pointer, names, first.tensor, frozenset(f.tensor.dtype for f in loaded or group), bool(loaded))
+    seen: dict[Box, dict[str, None]] = {}
+    for found in group:
+        seen.setdefault(box_in(found.tensor, first.element_size()), {})[found.name] = None
+    regions = tuple(Seen(tuple(of), box) for box, of in seen.items())
+    dtypes = frozenset(found.tensor.dtype for found in loaded or group)
+    return Storage(pointer, names, first, dtypes, bool(loaded), regions)
+
+
+def box_in(tensor: torch.Tensor, width: int) -> Box:
+    """The elements of a tensor in its storage of elements of ``width`` bytes, row by row; if it sees them as others,
+    all that lies between its first byte and its last."""
+    dims = [(n, int(s)) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+    first, size = int(tensor.storage_offset()), tensor.element_size()
+    if size != width:
+        last = first + sum((n - 1) * s for n, s in dims)
+        first, end = first * size // width, -(-(last + 1) * size // width)
+        dims = [(end - first, 1)]
+    sizes, strides = tuple(n for n, _ in dims), tuple(s for _, s in dims)
+    return Box(sizes, 0, (0,) * len(dims), first, strides)
 
 
 def places_of(model: torch.nn.Module) -> dict[str, tuple[object, ...]]:
@@ -106,5 +213,5 @@ def places_of(model: torch.nn.Module) -> dict[str, tuple[object, ...]]:
     return {
         found.name: (found.tensor.data_ptr(), tuple(found.tensor.shape), found.tensor.stride(), found.tensor.dtype)
         for found in tensors_of(model)
-        if found.kind != "attribute" and found.tensor.layout == torch.strided and not found.tensor.is_meta
+        if found.tensor.layout == torch.strided and not found.tensor.is_meta
     }
