@@ -560,6 +560,27 @@ def test_a_target_is_closed_though_a_rank_is_busy(
     assert gate.done.wait(10), "the rank did not finish what it was asked for"
 
 
+def test_a_target_is_closed_at_once_whatever_its_threads_do(engine: EngineTarget) -> None:
+    begun, let = threading.Event(), threading.Event()
+
+    def work(client: AgentClient) -> None:
+        begun.set()
+        assert let.wait(20)
+
+    asking = threading.Thread(target=engine._all, args=(work,), daemon=True)
+    asking.start()
+    assert begun.wait(10)
+    started = time.monotonic()
+    timer = threading.Timer(5, let.set)
+    timer.start()
+    engine.close()
+    seconds = time.monotonic() - started
+    timer.cancel()
+    let.set()
+    assert seconds < 4
+    asking.join(10)
+
+
 # ------------------------------------------------------------------------------------------ places
 
 

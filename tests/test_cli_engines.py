@@ -21,8 +21,10 @@ import numpy as np
 import pytest
 
 from deltarefit import Publisher, open_store
-from deltarefit.manifest import State
+from deltarefit.errors import UsageError
+from deltarefit.manifest import Catalog, State, TensorEntry
 from deltarefit.ports import Store
+from deltarefit.targets.ranks import RankGroup
 from tests import helpers as h
 from tests import live_ranks as live
 from tests.desk import Desk, Done, Following, Here
@@ -282,7 +284,6 @@ def test_a_version_that_is_held_from_the_start_is_told_once(place: Start, option
     assert here.call("follow", "--once").last == str(HEAD)
     with here.following(*options) as following:
         following.wait_for("^Holds      version 3 already$")
-        following.wait_for("^3$")
         assert following.end(signal.SIGTERM) == 0
         assert following.out == ["3"]
 
@@ -329,7 +330,8 @@ def test_one_follower_per_engine(place: Start) -> None:
         third = here.desk.run("follow", here.store, "--vllm", other_name)
         assert "has a follower already" in third.err
     assert here.desk.run("follow", here.store, "--vllm", other_name, "--once").last == str(HEAD)
-    assert len(list(here.run.glob("agent-*.lock"))) == 1, "those of engines that are gone are removed"
+    locks = list(Path(here.engine.paths[0]).parent.glob("agent-*.sock.lock"))
+    assert len(locks) == 1, "those of engines that are gone are removed"
 
 
 # ------------------------------------------------------------------------------------------ what is refused
@@ -413,6 +415,23 @@ def test_4_weights_of_another_model(place: Start, chain: h.Chain, tmp_path: Path
     doctor = here.call("doctor")
     assert (doctor.code, doctor.last) == (4, "failed")
     assert "another model's catalog" in doctor.out
+
+
+@pytest.mark.parametrize(("unknown", "kept", "says"), [(20, 3, True), (3, 20, False)])
+def test_the_engine_of_another_model_is_called_so(unknown: int, kept: int, says: bool) -> None:
+    names = [f"t{n:02}" for n in range(unknown + kept)]
+    catalog = Catalog(tuple(TensorEntry(name, "BF16", (2,)) for name in names))
+    reason = "the loader does not take it: KeyError: "
+    modes = {name: ["refused", reason] for name in names[:unknown]} | {name: ["xor", ""] for name in names[unknown:]}
+    parts = [[n, [[2, 1]], 0] for n in range(unknown, len(names))]
+    with pytest.raises(UsageError) as caught:
+        RankGroup(catalog, [{"parts": parts, "modes": modes}])
+    text = str(caught.value)
+    assert text.startswith("the engine serves another model: its loader does not take 20 of 23 tensors") is says
+    assert f"{unknown} tensors cannot be kept bit-exact" in text
+    assert "\n  t00: the loader does not take it: KeyError\n" in text
+    assert ("and 12 more" in text) is says
+    assert text.count("KeyError") == min(unknown, 8)
 
 
 def test_5_no_engine_is_there(place: Start) -> None:

@@ -15,7 +15,10 @@ from typing import Any
 
 import pytest
 
+from deltarefit.cli import patience
+from deltarefit.cli.output import Flags, Output
 from deltarefit.errors import RefitError, UnavailableError, UsageError
+from deltarefit.events import Event
 from deltarefit.records import Digest
 from deltarefit.targets import sglang_control, vllm_control
 from deltarefit.targets.http import HttpClient
@@ -432,6 +435,45 @@ def test_an_sglang_that_is_not_up_may_come(sglang: SglangHttp) -> None:
     for call in (SglangControl(sglang.url).check, SglangControl(sglang.url).agents):
         with pytest.raises(UnavailableError, match="does not answer"):
             call()
+
+
+# ------------------------------------------------------------------------------------------ waiting
+
+
+@pytest.mark.parametrize(("whose", "longest"), [("engine", 0.02), ("store", 0.08)])
+def test_waits_between_tries(
+    fixed: Fixed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], whose: str, longest: float
+) -> None:
+    """Short ones for an engine, longer ones for a store; short again once it is cured, which is told once."""
+    settings = {"_FIRST_WAIT_S": 0.01, "_LONGEST_WAIT_OF_ENGINE_S": 0.02, "_LONGEST_WAIT_S": 0.08}
+    for name, value in settings.items():
+        monkeypatch.setattr(patience, name, value)
+    fixed.stop()
+    it, tries = patience.Patience(Output(Flags()), patience.Stop(), "engine", endless=True), []
+
+    def work() -> str:
+        tries.append(it.steady)
+        if len(tries) == 6:
+            return "done"
+        if whose == "engine":
+            VllmControl(fixed.url).check()
+        raise UnavailableError("the store is away")
+
+    assert it.run(work) == "done"
+    assert it._wait_s == longest
+    assert not any(tries)
+    it.note(Event("proven", "prove", 3))
+    assert it.steady is (whose == "engine"), "that a target answers says nothing of the store"
+    settled: list[int] = []
+    asked = it.looks(lambda: settled.append(3))
+    for _ in range(4):
+        assert not asked()
+    assert settled == [3]
+    assert it.steady
+    assert it._wait_s == 0.01
+    err = capsys.readouterr().err
+    assert err.count("Trying again in") == 5
+    assert err.count(f"Back:      the {whose} answers again") == 1
 
 
 # ------------------------------------------------------------------------------------------ readiness

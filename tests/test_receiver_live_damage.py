@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from deltarefit import Publisher, Receiver  # noqa: E402
 from deltarefit import _kernel as kernel  # noqa: E402
+from deltarefit.cli.following import scrub  # noqa: E402
 from deltarefit.codec import SET, XOR, Delta  # noqa: E402
 from deltarefit.errors import DigestMismatch  # noqa: E402
 from deltarefit.manifest import State  # noqa: E402
@@ -117,6 +118,18 @@ def test_a_header_is_not_believed(serving: Serving, models: list[h.Model], store
     assert serving.heard["diverged"] == 0
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_a_scrub_has_it_mended(serving: Serving, models: list[h.Model], stores: list[Store], name: str) -> None:
+    receiver = Receiver(stores[1], serving.target, threads=1, prove=False)
+    assert receiver.follow(once=True) == 2
+    serving.flip(name)
+    scrub(receiver, serving.target, serving.heard)  # type: ignore[arg-type]
+    assert serving.heard["diverged"] == 1
+    assert receiver.follow(once=True) == 2
+    receiver.close()
+    serving.check(models[1], 2)
+
+
 @pytest.mark.parametrize("name", ["plain", "wide"])
 def test_noticed_while_a_payload_is_staged(
     serving: Serving, models: list[h.Model], stores: list[Store], name: str
@@ -205,8 +218,11 @@ def test_other_faults_that_the_kernel_finds_are_not() -> None:
 def test_the_same_payload_twice_though_a_stage_was_left(tmp_path: Path, models: list[h.Model]) -> None:
     """Back to the version before is the same XOR again. Who was killed between CLEAN and the drop has left it behind,
     as one that is written already."""
-    one, two = models[:2]
+    one, two = models[0], h.copy_of(models[0])
+    for array in two.values():
+        array.reshape(-1)[::3] ^= array.dtype.type(1 << 8 * array.itemsize - 1)  # its own inverse, as a sum as well
     stores = published(one, two, one)
+    assert len({key.split("/")[3] for key, _ in stores[2].list() if key.startswith("a/") and "/pl/" in key}) == 1
     serving = Serving(tmp_path / "checkpoint", one)
 
     class Killed(BaseException):

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from deltarefit import Publisher  # noqa: E402
-from deltarefit.errors import BaseMismatch, UnavailableError  # noqa: E402
+from deltarefit.errors import BaseMismatch, UnavailableError, UsageError  # noqa: E402
 from deltarefit.manifest import State  # noqa: E402
 from deltarefit.ports import Store  # noqa: E402
 from deltarefit.targets.loaded import LoadedModuleTarget  # noqa: E402
@@ -240,3 +240,22 @@ def test_an_interrupt_before_the_loader_is_told_is_no_loss(tmp_path: Path, monke
 
 def interrupted(*arguments: Any) -> None:
     raise KeyboardInterrupt
+
+
+def test_a_model_kept_in_another_dtype_is_refused_once_it_is_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take(engine: Engine, name: str, w: torch.Tensor) -> None:
+        engine.a.data.copy_(w)
+
+    kinds = {"a": ("BF16", (6, 4))}
+    store, models = published(kinds)
+    made = lambda: Engine(take, a=room(6, 4, dtype=torch.float16))  # noqa: E731
+    monkeypatch.setattr("deltarefit.targets.placing.rank.MAX_OPAQUE_BYTES", 47)
+    serving = Serving(made, kinds, models[0], tmp_path)
+    with pytest.raises(UsageError, match=r"48 bytes: kept as torch.float16.*--dtype bfloat16"):
+        h.followed(store, serving.target)
+    assert serving.holds(models[0])
+    assert serving.state is None
+    monkeypatch.setattr("deltarefit.targets.placing.rank.MAX_OPAQUE_BYTES", 48)
+    assert h.followed(store, serving.target) == 3

@@ -195,6 +195,8 @@ class Receiver:
     def _adopted(self, target: LiveTarget) -> Header | None:
         """A live target that has no header: nothing is written before its bits prove that every tensor lies where
         ``attach`` found it. A version that the chain leads on from is adopted as it is."""
+        if (head := self.log.head()) is not None:  # whoever watches must not take an old version for the newest
+            self._say("head", version=head.number)
         found = target.digest()
         version = self.log.find_version(found)
         if version is None and found != target.proof():

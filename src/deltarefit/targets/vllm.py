@@ -24,10 +24,12 @@ from deltarefit.targets.vllm_layouts import layouts_of, unknown_methods
 _UNFILLED = re.compile(
     r"(^|\.)(cos_sin_cache|cos_cached|sin_cached|(original_)?inv_freq|axis_map|kv_cache(\.\d+)*|_?[qkv]_scale(_float)?|_?prob_scale"
     r"|_?o_scale|_[qkv]_scale_cpu|expert_map|_expert_map|expert_load_view|q_range|k_range|v_range|slot_mapping"
-    r"|normalizer)$"
+    r"|normalizer|_?workspace(_buf|_buffer)?|sort_workspace|topk_indices_buffer|_arange_cache|_cu_2(_[qk])?|_kv_scratch"
+    r"|expert_first_token_offset|token_expert_indices|(inv_)?permuted_idx|permuted_experts_id|sorted_row_idx"
+    r"|topk_ids_(int32|for_sort))$"
 )
 """Tensors that vLLM keeps and no checkpoint of unquantized weights fills: rotary tables, caches, unit scales, maps,
-Gemma's root of the hidden size."""
+Gemma's root of the hidden size; and what attention and experts use as room while they compute."""
 
 
 def _keep_cpu_weights_plain() -> None:

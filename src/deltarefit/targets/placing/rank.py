@@ -34,6 +34,8 @@ T = TypeVar("T")
 NO_CLASS = -1
 """Of a part whose tensor goes through the native loader as a whole."""
 MAX_THREADS = 4
+MAX_OPAQUE_BYTES = 256 << 20
+"""Most bytes of opaque tensors, unless they are less than a quarter of the model."""
 
 
 class RankWeights:
@@ -97,6 +99,7 @@ class RankWeights:
         """A new plan. Bits of shadows outlive a move of the weights; what was written where does not."""
         plan = make_plan(self._model, self._load, catalog, self._layouts)
         self._refuse_leftovers(plan)
+        _refuse_bulk(catalog, plan)
         at = Attached(catalog, plan, Shadows(catalog, plan, self._load))
         if before is not None:
             at.shadows.inherit(before.shadows)
@@ -337,3 +340,17 @@ class RankWeights:
     def _place_digest(self, at: Attached, pair: tuple[int, Place]) -> list[tuple[int, Digest]]:
         tensor, place = pair
         return [(place.class_, place.backend.digest(place.boxes, place.storage, place.shift, at.keys[tensor]))]
+
+
+def _refuse_bulk(catalog: Catalog, plan: Plan) -> None:
+    """Opaque tensors are meant to be few and small: each refit takes them whole, and their bits are kept twice."""
+    pairs = list(zip(catalog.tensors, plan.modes, strict=True))
+    opaque = [(entry.numel * entry.width, reason) for entry, (mode, reason) in pairs if mode is Mode.OPAQUE]
+    size = sum(nbytes for nbytes, _ in opaque)
+    if size > MAX_OPAQUE_BYTES and 4 * size > catalog.dense_bytes:
+        raise UsageError(
+            "the engine keeps too much of the model in a form that changes cannot be written into",
+            expected=f"<= {MAX_OPAQUE_BYTES} bytes, or a quarter of the model",
+            found=f"{size} bytes: {max(opaque)[1]}",
+            next_step="Start it with the dtype of the run (--dtype bfloat16), or refit from a directory (--into).",
+        )

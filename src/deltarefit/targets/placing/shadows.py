@@ -127,7 +127,8 @@ class Shadows:
         for region, expected in self._regions.items():
             if self._hash(region) != expected:
                 name = self._storages[region[0]].names[0]
-                raise IntegrityError(f"{name} changed, and not by a refit", next_step="Restart the engine.")
+                step = "A receiver fills it again from an anchor."
+                raise IntegrityError(f"{name} changed, and not by a refit", next_step=step)
 
     def _feed(self, tensors: Iterable[int]) -> None:
         with torch.no_grad():

@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
@@ -23,13 +24,14 @@ MAX_VISITED = 100_000
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 """Attributes that every module has: tables of tensors and modules, which are looked at as such, and hooks."""
-_PLAIN = (str, bytes, bytearray, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
-_CLOSED = (
+_CLOSED: tuple[type, ...] = (
+    str, bytes, bytearray, int, float, complex, type(None), torch.dtype, torch.device, torch.Size, torch.Generator,
     type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType,
-    types.FrameType, torch.Generator, FakeTensor, *weakref.ProxyTypes,
+    types.FrameType, FakeTensor, *weakref.ProxyTypes,
 )  # fmt: skip
 _ELSEWHERE = frozenset(
-    "distributed _distributed_c10d compilation _dynamo _inductor _functorch fx threading concurrent logging".split()
+    {"distributed", "_distributed_c10d", "compilation", "_dynamo", "_inductor", "_functorch", "fx", "threading"}
+    | {"concurrent", "logging"}
 )
 """Packages whose objects keep tensors in transit (messages, graphs that were captured), or lead to other models."""
 
@@ -92,11 +94,12 @@ def tensors_of(model: torch.nn.Module) -> Iterator[Found]:
 
 
 def _own(dot: str, module: torch.nn.Module) -> Iterator[Found]:
-    for leaf, tensor in module._parameters.items():
-        if is_lazy(tensor):
+    for leaf, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if is_lazy(parameter):
             raise UsageError(f"parameter {dot + leaf} has no memory yet", next_step="Load the engine's weights first.")
-        if tensor is not None:
-            yield Found(dot + leaf, tensor, "parameter")
+        yield Found(dot + leaf, parameter, "parameter")
     for leaf, tensor in module._buffers.items():
         if tensor is not None:
             kind = "scratch" if leaf in module._non_persistent_buffers_set else "buffer"
@@ -109,7 +112,7 @@ def attributes_of(model: torch.nn.Module) -> Iterator[Found]:
     properties, functions and what they close over stay closed. Ends after ``MAX_VISITED`` objects."""
     modules = list(model.named_modules(remove_duplicate=False))
     visited = {id(module) for _, module in modules}
-    waiting: deque[tuple[str, object]] = deque()
+    waiting: deque[tuple[str, Any]] = deque()
     for prefix, module in modules:
         waiting.extend(_attributes(f"{prefix}." if prefix else "", module))
     kept: list[object] = []  # ids are of objects that are alive
@@ -122,49 +125,61 @@ def attributes_of(model: torch.nn.Module) -> Iterator[Found]:
             kept.append(value)
             if isinstance(value, torch.nn.Module):
                 yield from _own(f"{name}.", value)
-            waiting.extend((one, held) for one, held in _inside(f"{name}.", value) if _open(held))
+            waiting.extend(_inside(f"{name}.", value))
 
 
-def _open(value: object) -> bool:
-    """Whether there may be tensors of the model in it, or it is one."""
-    if isinstance(value, _PLAIN) or isinstance(value, _CLOSED):
-        return False
-    return isinstance(value, torch.Tensor | torch.nn.Module) or _ELSEWHERE.isdisjoint(
-        str(type(value).__module__).split(".")
-    )
+@dataclass(frozen=True)
+class _Kind:
+    """Of a type: whether its objects may be tensors of the model, or lead to some, and the slots that they have."""
+
+    opens: bool
+    slots: tuple[tuple[str, types.MemberDescriptorType], ...] = ()
 
 
-def _attributes(dot: str, module: torch.nn.Module) -> Iterator[tuple[str, object]]:
+_kinds: dict[type, _Kind] = {}
+"""What was found out about types: there are few of them, and many objects."""
+
+
+def _kind(value: object) -> _Kind:
+    kind = type(value)
+    if kind not in _kinds:
+        _kinds[kind] = _look(kind)
+    return _kinds[kind]
+
+
+def _look(kind: type) -> _Kind:
+    away = not _ELSEWHERE.isdisjoint(str(kind.__module__).split("."))
+    if issubclass(kind, _CLOSED) or (away and not issubclass(kind, torch.Tensor | torch.nn.Module)):
+        return _Kind(False)
+    slots = (one for base in kind.__mro__ if "__slots__" in vars(base) for one in vars(base).items())
+    return _Kind(True, tuple((name, one) for name, one in slots if isinstance(one, types.MemberDescriptorType)))
+
+
+def _attributes(dot: str, module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for leaf, value in list(vars(module).items()):
-        if leaf not in _OF_MODULES and _open(value):
+        if leaf not in _OF_MODULES and _kind(value).opens:
             yield dot + leaf, value
 
 
-def _inside(dot: str, value: object) -> Iterator[tuple[str, object]]:
+def _inside(dot: str, value: Any) -> Iterator[tuple[str, Any]]:
     """What an object is bound to, without asking it."""
     if isinstance(value, torch.nn.Module):
         yield from _attributes(dot, value)
-        yield from ((dot + leaf, one) for leaf, one in value._modules.items())
+        yield from ((dot + leaf, one) for leaf, one in value._modules.items() if one is not None)
         return
     if isinstance(value, dict):
-        yield from ((f"{dot}{key}", one) for key, one in list(dict.items(value)))
+        yield from ((f"{dot}{key}", one) for key, one in list(dict.items(value)) if _kind(one).opens)
     elif isinstance(value, list | tuple | set | frozenset | deque):
-        yield from ((f"{dot}{n}", one) for n, one in enumerate(list(value)))
-    for leaf, one in _variables(value):
-        yield dot + leaf, one
+        yield from ((f"{dot}{n}", one) for n, one in enumerate(list(value)) if _kind(one).opens)
+    yield from ((dot + leaf, one) for leaf, one in _variables(value) if _kind(one).opens)
 
 
-def _variables(value: object) -> list[tuple[str, object]]:
+def _variables(value: Any) -> list[tuple[str, Any]]:
     try:
         found = list(object.__getattribute__(value, "__dict__").items())
     except Exception:  # noqa: BLE001 - whatever an object raises, it does not show its variables
         found = []
-    for base in type(value).__mro__:
-        if "__slots__" in vars(base):
-            for leaf, member in vars(base).items():
-                if isinstance(member, types.MemberDescriptorType):
-                    found.append((leaf, _slot(member, value)))
-    return found
+    return found + [(leaf, _slot(member, value)) for leaf, member in _kind(value).slots]
 
 
 def _slot(member: types.MemberDescriptorType, value: object) -> object:
@@ -196,9 +211,9 @@ def _storage(pointer: int, group: list[Found]) -> Storage:
 
 
 def box_in(tensor: torch.Tensor, width: int) -> Box:
-    """The elements of a tensor in its storage of elements of ``width`` bytes, row by row; if it sees them as others,
-    all that lies between its first byte and its last."""
-    dims = [(n, int(s)) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+    """The elements of a tensor in its storage of elements of ``width`` bytes, row by row, once where it is expanded; if
+    it sees them as others, all that lies between its first byte and its last."""
+    dims = [(n, int(s)) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and s]
     first, size = int(tensor.storage_offset()), tensor.element_size()
     if size != width:
         last = first + sum((n - 1) * s for n, s in dims)
