@@ -57,7 +57,7 @@ class Patience:
     """Tries again what only failed for now: for ever if ``endless``, else not at all. ``target`` is the word for what
     is kept: "engine" or "directory".
 
-    ``steady``: the receiver has been seen to wait for a next version, or to refit, and nothing has failed since.
+    ``steady``: the receiver has been seen to wait for a next version, or to refit, and the target has not failed since.
     """
 
     def __init__(self, out: Output, stop: Stop, target: str, *, endless: bool) -> None:
@@ -99,7 +99,7 @@ class Patience:
             except HasFollowerError:
                 raise
             except UnavailableError as error:
-                self.steady = False
+                self.steady &= not _is_of_target(error)  # an engine serves on while only the store is away
                 if not self.endless:
                     raise
                 self._wait(error)
