@@ -83,6 +83,8 @@ class Desk:
             "XDG_CACHE_HOME": str(self.root / "cache"),
             "TMPDIR": str(self.root / "tmp"),
         }
+        # A shell that runs tests in the background has them ignore SIGINT, and programs inherit that.
+        streams = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **streams}
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
         return subprocess.Popen(command, env=os.environ | mine | self.environment, text=True, **pipes)
 

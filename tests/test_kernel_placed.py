@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests import oracle, placed_oracle
@@ -56,9 +56,16 @@ def storage_for(seed: int, room: int, width: int, shift: int, places: Any) -> Ar
     return storage
 
 
+DENSE = ((0, 67, 67, 13314, 0, 0, 0, 1, 1, 0, 0, 0, 0), [bytes(16) + b"\x0c", b"E"])
+"""67 positions one behind the other."""
+UNEVEN = (np.array([[1, 0, 2, 9, 1, 2, 6, 2, 2, 1, 4]], np.int64), 11)
+"""Strides that do not divide each other: the next value of an outer digit comes before that of an inner one."""
+
+
 @every_level
 @settings(max_examples=EXAMPLES * 2, deadline=None)
 @given(delta=deltas(), boxes=tables(), shifted=st.booleans(), seed=st.integers(0, 2**32))
+@example(delta=DENSE, boxes=UNEVEN, shifted=False, seed=0)
 def test_everything_that_is_done_through_boxes(
     level: str, delta: Any, boxes: tuple[Table, int], shifted: bool, seed: int
 ) -> None:

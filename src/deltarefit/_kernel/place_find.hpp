@@ -133,14 +133,16 @@ inline void for_each_run(const Box& box, u64 begin, u64 end, Run run) {
   const u32 last = box.digits - 1;
   const Digit& inner = box.digit[last];
   for (u64 at = begin; at < end;) {
-    u64 rest = at, place = box.storage, skip = 0;
+    // `next`: how far it is to the next value of one of the digits so far, whose strides need not divide each other.
+    u64 rest = at, place = box.storage, skip = 0, next = end - at;
     for (u32 d = 0; d < last && skip == 0; ++d) {
-      const u64 before = rest, value = box.digit[d].split(rest);
-      // Beyond the digit's last value: the next element is at the next value of the digit outside it.
-      if (value >= box.digit[d].size) skip = d == 0 ? end - at : box.digit[d - 1].stride - before;
+      const u64 value = box.digit[d].split(rest);
+      if (value >= box.digit[d].size) skip = next;
       place += value * box.digit[d].storage;
+      const u64 left = box.digit[d].stride - rest;
+      if (left < next) next = left;
     }
-    if (skip == 0 && rest >= inner.size) skip = last == 0 ? end - at : box.digit[last - 1].stride - rest;
+    if (skip == 0 && rest >= inner.size) skip = next;
     if (skip == 0) {
       skip = inner.size - rest < end - at ? inner.size - rest : end - at;
       run(at, skip, place + rest * inner.storage);
