@@ -94,14 +94,20 @@ class Plan:
             )
 
 
-def make_plan(model: torch.nn.Module, load: Load, catalog: Catalog, layouts: Layouts = lambda storages: {}) -> Plan:
+def make_plan(
+    model: torch.nn.Module,
+    load: Load,
+    catalog: Catalog,
+    layouts: Layouts = lambda storages: {},
+    unfilled: Callable[[str], bool] = lambda name: False,
+) -> Plan:
     """Record ``load`` on ``model`` and place every tensor of ``catalog``. Writes nothing."""
     numbers = {name: k for k, entry in enumerate(catalog.tensors) for name in (entry.name, *entry.aliases)}
     kinds = {
         name: (catalog.tensors[numbers[name]].shape, getattr(torch, TORCH_NAMES[catalog.tensors[numbers[name]].dtype]))
         for name in sorted(numbers)
     }
-    recording, storages = record(model, load, kinds)
+    recording, storages = record(model, load, kinds, unfilled)
     return _Sorting(catalog, numbers, recording, storages, layouts(storages)).plan(places_of(model))
 
 

@@ -43,7 +43,7 @@ class RankWeights:
 
     ``layouts`` knows what became of storages after loading; ``checkpoint`` is the directory that the engine loaded;
     ``after`` refreshes what the engine derives from weights, after each write; ``unfilled`` names tensors that no
-    checkpoint fills and no refit needs to.
+    checkpoint fills, and that ``after`` refreshes if they depend on weights.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RankWeights:
 
     def _recorded(self, catalog: Catalog, before: Attached | None) -> Attached:
         """A new plan. Bits of shadows outlive a move of the weights; what was written where does not."""
-        plan = make_plan(self._model, self._load, catalog, self._layouts)
+        plan = make_plan(self._model, self._load, catalog, self._layouts, self._unfilled)
         self._refuse_leftovers(plan)
         _refuse_bulk(catalog, plan)
         at = Attached(catalog, plan, Shadows(catalog, plan, self._load))

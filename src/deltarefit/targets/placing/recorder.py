@@ -68,8 +68,11 @@ class Recording:
     taken: set[str] = field(default_factory=set)
 
 
-def record(model: torch.nn.Module, load: Load, kinds: Mapping[str, Kind]) -> tuple[Recording, list[Storage]]:
+def record(
+    model: torch.nn.Module, load: Load, kinds: Mapping[str, Kind], unfilled: Callable[[str], bool] = lambda name: False
+) -> tuple[Recording, list[Storage]]:
     """What ``load`` does with checkpoint tensors of these kinds, given in this order, and the storages it did it to.
+    Of what it derives into ``unfilled`` tensors on its way nothing is noted: whoever names them refreshes them.
 
     Nothing in the model changes. A tensor that makes the loader raise is left out of the next try: it is opaque if the
     loader only missed its elements, else refused. Raises ``UsageError`` if the loader rebinds parameters, starts
@@ -79,7 +82,7 @@ def record(model: torch.nn.Module, load: Load, kinds: Mapping[str, Kind]) -> tup
     opaque, refused = dict[str, str](), dict[str, str]()
     threaded = 0
     while True:
-        recorder = _Recorder(storages)
+        recorder = _Recorder(storages, unfilled)
         try:
             error = recorder.run(load, {n: kind for n, kind in kinds.items() if n not in opaque and n not in refused})
             after = places_of(model)
@@ -158,9 +161,10 @@ def _refuse_threads(threads: Sequence[threading.Thread]) -> None:
 
 
 class _Recorder(Provenance):  # type: ignore[no-untyped-call]
-    def __init__(self, storages: Sequence[Storage]) -> None:
+    def __init__(self, storages: Sequence[Storage], unfilled: Callable[[str], bool]) -> None:
         super().__init__()
         self.found = Recording()
+        self._aside = {k for k, one in enumerate(storages) if not one.loaded and all(map(unfilled, one.names))}
         self.current = ""
         """The tensor that the loader asked for last."""
         self.threads: list[threading.Thread] = []
@@ -288,7 +292,7 @@ class _Recorder(Provenance):  # type: ignore[no-untyped-call]
         memory.names.clear()
 
     def _land(self, place: int, to: torch.Tensor, source: torch.Tensor) -> None:
-        if not to.numel():
+        if not to.numel() or place in self._aside:
             return
         if not self.followed(source):
             self._land_other(place, to, "", [])
@@ -317,6 +321,8 @@ class _Recorder(Provenance):  # type: ignore[no-untyped-call]
 
     def _land_other(self, place: int, to: torch.Tensor, reason: str, made_of: Sequence[torch.Tensor]) -> None:
         """Something lands that is no copy of tensors, but may be made of some."""
+        if place in self._aside:
+            return
         self._note_opaque(reason, made_of)
         names = self._names(made_of)
         by = names or frozenset([self.current] if self.current else [])
