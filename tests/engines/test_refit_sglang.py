@@ -83,7 +83,7 @@ def test_refits_are_a_fresh_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 assert place.server.get("/model_info")["weight_version"] == str(row["published"]["version"])
                 assert place.ready()["status"] == 200
                 assert before != (before := place.replies())
-                assert place.verify()["version"] == 1 + len(KINDS)
+            assert place.verify()["version"] == 1 + len(KINDS)
         compared(server, tmp_path / "one", ranks.export(tmp_path / "dense"), prompts, run)
 
 
