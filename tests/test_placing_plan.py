@@ -396,3 +396,18 @@ def test_random_bits_stay_bits() -> None:
         ranks.drop()
         model = new
         assert mini.live_bytes(ranks.models[0]) == mini.live_bytes(mini.rank_models(kind, 1, model)[0])
+
+
+def test_payloads_do_not_outlive_the_classes_that_they_were_summed_by() -> None:
+    model, new = a_step(KINDS)
+    ranks = pair(model)
+    [rank], [engine] = ranks.ranks, ranks.models
+    [payload] = mini.payloads(ranks.catalog, model, new, 1)
+    ranks.stage(payload)
+    assignment = ranks.group.assignment(0)
+    rank.attach(mini.RUN, ranks.catalog)
+    rank.assign(assignment)
+    assert rank.staged(payload[1])
+    rank.assign({**assignment, "classes": [class_ + 7 for class_ in assignment["classes"]]})
+    assert not rank.staged(payload[1])
+    assert mini.live_bytes(engine) == mini.live_bytes(mini.rank_models(Pair, 1, model)[0])

@@ -199,8 +199,8 @@ def bench_apply(call: Call, quick: options.Quick = False) -> None:
     """Measure what the write of a refit costs one rank of a serving engine, on one core.
 
     Half of a Llama-style model with fused and sharded weights takes changes of the whole, against a dense load,
-    a plain scatter and a copy; every result is compared with the dense load's bits. Needs 6 GiB of memory and
-    the torch extra. The last line of stdout is JSON.
+    a plain scatter and a copy; every result is compared with the dense load's bits. Needs several GiB of
+    memory and the torch extra. The last line of stdout is JSON.
     """
     result = _extra("deltarefit.bench.apply").run(quick, call.out.say)
     call.out.table(_extra("deltarefit.bench.apply_report").table(result))

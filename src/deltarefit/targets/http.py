@@ -145,7 +145,7 @@ class HttpClient:
         """What answers is not the engine that it should be."""
         text = " ".join(str(found).split())
         text = text if len(text) <= _SHOWN_OF_STRANGER else text[:_SHOWN_OF_STRANGER] + " ..."
-        step = f"Give the address of {self.name}, such as http://127.0.0.1:8000."
+        step = f"Give the address that {self.name} listens on."
         if (who := self.who()) not in ("", self.name):
             text, step = who, f"This is {who}: use --{who.lower()} {self.url}."
         return UsageError(f"{self.url} is no {self.name}", expected=f"its answer to {path}", found=text, next_step=step)

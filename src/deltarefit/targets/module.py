@@ -21,10 +21,10 @@ from deltarefit.baseline import MemorySpool
 from deltarefit.elements import Elements
 from deltarefit.errors import BaseMismatch, UsageError
 from deltarefit.manifest import TORCH_NAMES, WIDTHS, Catalog, Header, TensorEntry
+from deltarefit.targets.placing.storages import INTEGERS
 
 DTYPES = {getattr(torch, name): ours for ours, name in TORCH_NAMES.items() if hasattr(torch, name)}
 """Catalog dtype by torch dtype, as far as this torch has it."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -249,7 +249,7 @@ def _refuse(objections: Iterable[str]) -> None:
 
 def _integers(tensor: torch.Tensor) -> Elements:
     width = WIDTHS[DTYPES[tensor.dtype]]
-    view: Elements = tensor.detach().view(_INTEGERS[width]).numpy().view(f"u{width}")
+    view: Elements = tensor.detach().view(INTEGERS[width]).numpy().view(f"u{width}")
     return view.reshape(1) if view.ndim == 0 else view
 
 

@@ -41,7 +41,8 @@ class Staged:
 
 @dataclass
 class Attached:
-    """One catalog, placed here. ``known``: the shadows have the bits that are live. ``run`` is who attached last."""
+    """One catalog, placed here. ``known``: the shadows have the bits that are live. ``run`` is who attached last.
+    ``classes``: those of the parts, then of the shadows, as they were assigned last."""
 
     catalog: Catalog
     plan: Plan
@@ -49,6 +50,7 @@ class Attached:
     known: bool = False
     run: str = ""
     keys: tuple[int, ...] = ()
+    classes: tuple[object, ...] = ()
     places: list[list[Place]] = field(default_factory=list)
     shadow_classes: dict[int, int] = field(default_factory=dict)
 

@@ -13,8 +13,7 @@ import torch
 from deltarefit.elements import Elements
 from deltarefit.errors import BaseMismatch
 from deltarefit.manifest import TORCH_NAMES, TensorEntry
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from deltarefit.targets.placing.storages import INTEGERS
 
 
 class CheckpointFiles:
@@ -46,7 +45,7 @@ class CheckpointFiles:
             raise _foreign(
                 f"tensor {name} of the engine's checkpoint is another", expected, (tensor.dtype, tensor.shape)
             )
-        flat = tensor.contiguous().reshape(-1).view(_INTEGERS[entry.width])
+        flat = tensor.contiguous().reshape(-1).view(INTEGERS[entry.width])
         elements: Elements = flat.numpy().view(f"u{entry.width}")
         return elements
 

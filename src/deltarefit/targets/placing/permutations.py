@@ -16,9 +16,8 @@ import torch
 
 from deltarefit.affine import NotAffineError, fit
 from deltarefit.targets.placing.plan import Layout
-from deltarefit.targets.placing.storages import Storage
+from deltarefit.targets.placing.storages import INTEGERS, Storage
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 Step = Callable[[torch.nn.Module, torch.nn.Module], None]
 """A layer's post-load steps on a stand-in for it: (layer, stand-in)."""
 
@@ -85,11 +84,11 @@ def permutation(like: torch.Tensor | None, run: Callable[[torch.Tensor], torch.T
         plane = torch.arange(numel, device=like.device) >> low & ((1 << bits) - 1)
         half = 1 << (bits - 1)
         signed = torch.where(plane >= half, plane - 2 * half, plane) if bits > 8 else plane
-        typed = signed.to(_INTEGERS[bits // 8]).view(like.dtype).reshape(like.shape)
+        typed = signed.to(INTEGERS[bits // 8]).view(like.dtype).reshape(like.shape)
         made = run(typed)
         if made.numel() != numel or made.dtype != like.dtype or not made.is_contiguous():
             raise ValueError("the post-load step pads, casts or restrides the tensor")
-        codes = made.detach().reshape(-1).view(_INTEGERS[bits // 8]).cpu().numpy().view(f"u{bits // 8}")
+        codes = made.detach().reshape(-1).view(INTEGERS[bits // 8]).cpu().numpy().view(f"u{bits // 8}")
         found |= codes.astype(np.int64) << low
     if not np.array_equal(np.sort(found), np.arange(numel)):
         raise ValueError("the post-load step changes values, or repeats or drops elements")

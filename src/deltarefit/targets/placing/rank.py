@@ -103,7 +103,7 @@ class RankWeights:
         at = Attached(catalog, plan, Shadows(catalog, plan, self._load))
         if before is not None:
             at.shadows.inherit(before.shadows)
-            at.known = before.known
+            at.known, at.classes = before.known, before.classes
             for staged in (one for payloads in self._payloads.values() for one in payloads.values()):
                 staged.done = None
         return at
@@ -126,7 +126,10 @@ class RankWeights:
         engine's own checkpoint where there is one."""
         at, opaque = self._attached(), frozenset(assignment["opaque"])
         at.shadow_classes = dict(zip(assignment["shadows"], assignment["shadow_classes"], strict=True))
-        at.places = self._placed(at, assignment["classes"])
+        classes = (*assignment["classes"], *at.shadow_classes.items())
+        if at.classes != classes:  # sums of payloads that are kept would be of other classes
+            self._staged.clear()
+        at.classes, at.places = classes, self._placed(at, assignment["classes"])
         new = at.shadows.keep(at.shadow_classes, loaded_together(at.plan, opaque))
         if at.known and not new:
             self._unfinished |= at.shadows.renew()

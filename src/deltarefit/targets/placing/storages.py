@@ -21,7 +21,8 @@ from deltarefit.errors import UsageError
 
 MAX_VISITED = 100_000
 """Most objects that are searched for tensors besides modules."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer type by bytes of an element; signed where torch has no full support of the unsigned one."""
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 """Attributes that every module has: tables of tensors and modules, which are looked at as such, and hooks."""
 _CLOSED: tuple[type, ...] = (
@@ -72,7 +73,7 @@ class Storage:
     def integers(self, width: int = 0) -> torch.Tensor:
         """All of it as one row of integers of ``width`` bytes (0: its own), shape (numel,); shares the memory."""
         storage, size = self.tensor.untyped_storage(), width or self.width
-        whole = torch.empty(0, dtype=_INTEGERS[size], device=self.tensor.device)
+        whole = torch.empty(0, dtype=INTEGERS[size], device=self.tensor.device)
         return whole.set_(storage, 0, (storage.nbytes() // size,), (1,))
 
 

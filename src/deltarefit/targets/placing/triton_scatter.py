@@ -41,7 +41,7 @@ class TritonScatter:
     a launch."""
 
     def __init__(self, device: torch.device, chunk: int, *, block: int = 1024, tasks: int = 1 << 14) -> None:
-        self._device, self._block, self._most = device, block, tasks
+        self._block, self._most = block, tasks
         self._tasks = Upload(8 * 3 * tasks, device)
         self._rows = Upload(8 * (3 + 3 * MAX_DIMS) * tasks, device)
         self._parts = torch.empty((tasks, _TOTALS.value), dtype=torch.int64, device=device)
