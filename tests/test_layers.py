@@ -16,6 +16,7 @@ LAYERS: dict[str, int] = {
     "records": 1, "manifest": 1, "pieces": 1, "codec": 1, "digest": 1, "protocol": 1, "safetensors_layout": 1,
     "affine": 1,
     "ports": 2, "baseline": 2, "events": 2, "localfiles": 2, "exchange": 2, "tracing": 2, "pool": 2,
+    "runtime": 2,
     "sources": 3, "targets": 3, "stores": 3,
     "weights": 3, "landing": 3, "runlog": 3, "recent": 3,
     "anchors": 3, "anchoring": 3, "staging": 3, "asof": 3, "pipeline": 3, "receiver": 3,

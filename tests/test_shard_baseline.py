@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deltarefit import runtime
 from deltarefit.baseline import MemoryBaseline
 from deltarefit.events import Event
 from deltarefit.pieces import whole
@@ -81,7 +82,7 @@ def test_no_thread_writes_on_after_a_listener_failed(monkeypatch: pytest.MonkeyP
             leaving.set()
             super().shutdown(*how, **more)
 
-    monkeypatch.setattr(shard_baseline, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(runtime, "executor", lambda threads, name: Pool(threads))
     made, log, pieces = chain()
     begun: list[str] = []
     ended: list[str] = []

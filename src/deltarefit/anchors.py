@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from deltarefit import runtime
 from deltarefit.affine.coverage import check_segments
 from deltarefit.codec import ALL, SET, Delta, check_object, open_payload
 from deltarefit.errors import AlreadyExistsError, FormatError, UnavailableError, UsageError
@@ -28,6 +29,7 @@ def seal_anchor(
     """Store the side files, then the record. The payloads are in the store already."""
     refs = tuple(_put_file(log, version, name, data) for name, data in sorted(files.items()))
     anchor = Anchor(log.run, version, digest, tuple(payloads), refs)
+    runtime.point("anchor seal")
     try:
         log.store.create(anchor_prefix(version) + "anchor", anchor.to_bytes())
     except (AlreadyExistsError, UnavailableError):
@@ -66,6 +68,7 @@ def load_anchor(log: RunLog, anchor: Anchor, target: Target | LiveTarget, landin
     for ref in anchor.payloads:
         data, deltas = log.fetch(f"{anchor_prefix(anchor.version)}pl/{ref.sha256}", partial(_opened, log, ref))
         coverage.add(deltas)
+        runtime.point("payload fill")
         landing.fill(ref, data, deltas)
         done += ref.size
         emit(Event("progress", "seed", anchor.version, done=done, total=total))

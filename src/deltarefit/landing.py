@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import Protocol
 
 from deltarefit.codec import Delta, check_object, open_payload
@@ -63,7 +63,7 @@ class Landing(Protocol):
         """Drop all that is kept of staged payloads."""
 
 
-def landing_on(target: Target | LiveTarget, log: RunLog, pool: ThreadPoolExecutor, again: Again) -> Landing:
+def landing_on(target: Target | LiveTarget, log: RunLog, pool: Executor, again: Again) -> Landing:
     """The one that fits ``target``."""
     if isinstance(target, LiveTarget):
         return Live(target, again)

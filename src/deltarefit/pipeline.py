@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Executor, Future
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from deltarefit import runtime
 from deltarefit.codec import EncodedDelta, PayloadBuilder
 from deltarefit.events import Emit, Event
 from deltarefit.manifest import Catalog, PayloadRef
@@ -77,8 +78,8 @@ def upload_segments(
     more."""
     fuse = _Fuse()
     with (
-        ThreadPoolExecutor(threads, thread_name_prefix="encode") as encoders,
-        ThreadPoolExecutor(UPLOADS, thread_name_prefix="upload") as uploaders,
+        runtime.executor(threads, "encode") as encoders,
+        runtime.executor(UPLOADS, "upload") as uploaders,
     ):
         encoded = _ahead(encoders, fuse.guard(encode), segments, threads + ENCODE_AHEAD)
         seal = fuse.guard(partial(_seal, upload=upload))
@@ -117,7 +118,7 @@ class _Fuse:
         return guarded
 
 
-def _ahead(pool: ThreadPoolExecutor, work: Callable[[T], U], items: Iterable[T], ahead: int) -> Iterator[U]:
+def _ahead(pool: Executor, work: Callable[[T], U], items: Iterable[T], ahead: int) -> Iterator[U]:
     """``map`` in order with at most ``ahead`` items begun and not yet taken."""
     waiting: deque[Future[U]] = deque()
     for item in items:
@@ -142,7 +143,7 @@ def _fill(encoded: Iterable[EncodedDelta | None], payload_bytes: int) -> Iterato
 
 
 def _uploaded(
-    pool: ThreadPoolExecutor,
+    pool: Executor,
     seal: Callable[[PayloadBuilder], PayloadRef],
     builders: Iterable[PayloadBuilder],
     ahead_bytes: int,
@@ -166,6 +167,7 @@ def _uploaded(
 
 def _seal(builder: PayloadBuilder, upload: Upload) -> PayloadRef:
     data, ref = builder.build()
+    runtime.point("payload put")
     upload.store.put(upload.prefix + ref.sha256, data)
     upload.stored()
     return ref

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deltarefit import runtime
 from deltarefit.errors import AttemptLostError, IntegrityError, UnavailableError, UsageError
 from deltarefit.events import Emit, Event, ignore
 from deltarefit.manifest import Intent, Outcome, ProducerManifest
@@ -232,7 +232,7 @@ class Publisher:
         """Other ranks: take part in the attempt that rank 0 opened."""
         self._hold(driver, step, held)
         intent = self._trainers.opened()
-        machine = driver.run(producer.Producer(intent, self._trainers.rank, secrets.token_hex(16)))
+        machine = driver.run(producer.Producer(intent, self._trainers.rank, runtime.token()))
         own, closing = driver.reports[0], self._closing()
         if closing is not None and closing.doubt:
             self._baseline.doubt()
@@ -247,7 +247,7 @@ class Publisher:
         return None
 
     def _new_coordinator(self) -> coordinator.Coordinator:
-        head, nonce, size = self.log.head(), secrets.token_hex(16), self._trainers.size
+        head, nonce, size = self.log.head(), runtime.token(), self._trainers.size
         if head is None or head.outcome is None:
             return coordinator.Coordinator(self.log.run, nonce, size)
         digest = head.outcome.digest

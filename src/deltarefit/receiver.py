@@ -7,13 +7,12 @@ actions on the store and the target and answers with what came of it.
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from deltarefit import runtime
 from deltarefit.anchors import load_anchor
 from deltarefit.errors import BaseMismatch, IntegrityError, NotFoundError, UnavailableError
 from deltarefit.events import Emit, Event, ignore
@@ -59,7 +58,7 @@ class Receiver:
         self.prove = prove
         self._switch_run = switch_run
         self._emit = emit
-        self._pool = ThreadPoolExecutor(threads or os.cpu_count() or 1, thread_name_prefix="refit")
+        self._pool = runtime.executor(threads or os.cpu_count() or 1, "refit")
         self._staging = Staging(self.log, target, self._pool, emit)
         self._stop: Callable[[], bool] = lambda: False
         self._machine = self._new_machine()
@@ -135,7 +134,7 @@ class Receiver:
             self._queue[0] = m.ReadAttempt(waiting.number)
 
     def _new_machine(self) -> Follower:
-        return Follower(self.log.run, self.log.catalog.identity, secrets.token_hex(8))
+        return Follower(self.log.run, self.log.catalog.identity, runtime.token()[:16])
 
     def _feed(self, event: m.Event) -> None:
         before = self._machine
@@ -228,21 +227,24 @@ class Receiver:
     # ------------------------------------------------------------------------------------ actions
 
     def _do(self, action: m.Action) -> m.Event | None:
-        answer: m.Event | None = getattr(self, f"_do_{type(action).__name__}")(action)
+        name = type(action).__name__
+        runtime.point(f"receiver {name}")
+        answer: m.Event | None = getattr(self, f"_do_{name}")(action)
+        runtime.point(f"receiver {name} done")
         return answer
 
     def _do_ReadAttempt(self, action: m.ReadAttempt) -> m.Event:  # noqa: N802
         return m.AttemptRead(self.log.attempt(action.number))
 
     def _do_AwaitAttempt(self, action: m.AwaitAttempt) -> m.Event:  # noqa: N802
-        deadline = time.monotonic() + self.poll_s
+        deadline = runtime.now() + self.poll_s
         while True:
             if isinstance(self.target, LiveTarget):
                 self.target.watch()
-            watch_at = time.monotonic() + WATCH_S
-            while (left := min(deadline, watch_at) - time.monotonic()) > 0 and not self._stop():
-                time.sleep(min(left, 0.05))
-            if self._stop() or time.monotonic() >= deadline:
+            watch_at = runtime.now() + WATCH_S
+            while (left := min(deadline, watch_at) - runtime.now()) > 0 and not self._stop():
+                runtime.sleep(min(left, 0.05))
+            if self._stop() or runtime.now() >= deadline:
                 break
         return m.AttemptRead(self.log.attempt(action.number))
 

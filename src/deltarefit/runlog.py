@@ -6,11 +6,10 @@ Every record read is checked: its own hash, its run, its place, and that the rec
 from __future__ import annotations
 
 import contextlib
-import secrets
-import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from deltarefit import runtime
 from deltarefit.errors import AlreadyExistsError, BaseMismatch, FormatError, IntegrityError, NotFoundError
 from deltarefit.manifest import Anchor, Catalog, Hint, Intent, Outcome, ProducerManifest, Run, TensorEntry
 from deltarefit.ports import Store
@@ -75,7 +74,7 @@ class RunLog:
         store.put(f"catalog/{catalog.identity}", catalog.to_bytes())
         # Taken: another publisher was first, or this is our own success seen twice. What stands there counts.
         with contextlib.suppress(AlreadyExistsError):
-            store.create(RUN, Run(secrets.token_hex(16), catalog.identity).to_bytes())
+            store.create(RUN, Run(runtime.token(), catalog.identity).to_bytes())
         return cls.open(store)
 
     def over(self, store: Store) -> RunLog:
@@ -107,14 +106,14 @@ class RunLog:
     def attempt(self, number: int) -> Attempt:
         """All records of one attempt. Read in the order intent, outcome, manifests: each implies the ones before it
         in time, so a COMMIT without its manifest is only ever late visibility, which is waited for."""
-        deadline = time.monotonic() + LATE_VISIBILITY_S
+        deadline = runtime.now() + LATE_VISIBILITY_S
         while True:
             try:
                 return self._attempt_now(number)
             except IntegrityError as error:
-                if isinstance(error, FormatError) or time.monotonic() > deadline:
+                if isinstance(error, FormatError) or runtime.now() > deadline:
                     raise
-                time.sleep(0.2)
+                runtime.sleep(0.2)
 
     def _attempt_now(self, number: int) -> Attempt:
         intent = self.read(Intent, attempt_key(number, "intent"))
@@ -225,14 +224,14 @@ def _record(store: Store, kind: type[R], key: str, get: Callable[[Store, str], b
 
 def _visible(store: Store, key: str) -> bytes:
     """An object that must be there; waited for while it is not."""
-    deadline = time.monotonic() + LATE_VISIBILITY_S
+    deadline = runtime.now() + LATE_VISIBILITY_S
     while True:
         try:
             return store.get(key)
         except NotFoundError:
-            if time.monotonic() > deadline:
+            if runtime.now() > deadline:
                 raise
-            time.sleep(0.2)
+            runtime.sleep(0.2)
 
 
 def _read_catalog(store: Store, identity: str) -> Catalog:

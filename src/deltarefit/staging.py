@@ -7,8 +7,9 @@ COMMIT, ``write`` needs nothing else: a payload that a killed agent left torn is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 
+from deltarefit import runtime
 from deltarefit.codec import Delta
 from deltarefit.errors import IntegrityError, NotFoundError
 from deltarefit.events import Emit, Event
@@ -23,7 +24,7 @@ from deltarefit.runlog import RunLog, payload_prefix
 class Staging:
     """Payload operations of one receiver. What may be done when is the protocol's business."""
 
-    def __init__(self, log: RunLog, target: Target | LiveTarget, pool: ThreadPoolExecutor, emit: Emit) -> None:
+    def __init__(self, log: RunLog, target: Target | LiveTarget, pool: Executor, emit: Emit) -> None:
         self._log, self._emit = log, emit
         self.landing = landing_on(target, log, pool, self._again)
         self._attempt = 0
@@ -33,6 +34,7 @@ class Staging:
         self._attempt, refs = attempt.number, attempt.payloads
         total, sums = sum(ref.size for ref in refs), []
         for number, ref in enumerate(refs, 1):
+            runtime.point("payload stage")
             sums.append(self.landing.stage(ref, *self._fetch(ref)))
             done = sum(before.size for before in refs[:number])
             self._emit(Event("progress", "stage", attempt.number, done=done, total=total))
@@ -55,7 +57,9 @@ class Staging:
         for ref, op in zip(attempt.payloads, ops, strict=True):
             if op is Op.SET:
                 self._say("torn", f"payload {ref.sha256[:12]} was torn: setting absolute values")
+            runtime.point("payload write")
             self.landing.write(ref, op)
+        runtime.point("payload flush")
         self.landing.flush()
 
     def forget(self) -> None:

@@ -7,7 +7,7 @@ and ``digest``. Kernel calls check their whole delta before their first write.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import TypeVar
 
 import numpy as np
@@ -48,7 +48,7 @@ def cut(extents: Iterable[tuple[int, int]]) -> Iterator[Segment]:
 class Weights:
     """One target, seen as the canonical tensors of one run."""
 
-    def __init__(self, target: Target, run: str, catalog: Catalog, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, target: Target, run: str, catalog: Catalog, pool: Executor) -> None:
         self.target = target
         self.catalog = catalog
         self._keys = catalog_keys(run, catalog)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-
+from deltarefit import runtime
 from deltarefit.errors import AlreadyExistsError, NotFoundError, RefitError, StorageFullError, UnavailableError
 from deltarefit.protocol import messages as m
 from deltarefit.records import Record
@@ -28,7 +27,7 @@ def create_record(log: RunLog, number: int, name: str, record: Record) -> m.Even
             if found := _readable(log, number, name):
                 return found
             last = error
-            time.sleep(0.1 * 2**attempt)
+            runtime.sleep(0.1 * 2**attempt)
         else:
             return m.Created()
     raise UnavailableError(

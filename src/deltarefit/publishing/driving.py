@@ -5,11 +5,11 @@ The coordinator (rank 0) and every other producer go through here; which one it 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import TypeVar, cast
 
+from deltarefit import runtime
 from deltarefit.anchors import seal_anchor
 from deltarefit.errors import AttemptLostError, IntegrityError, NotFoundError, UnavailableError
 from deltarefit.manifest import Intent
@@ -49,7 +49,9 @@ class Driver:
         while queue:
             action = queue.popleft()
             try:
+                runtime.point(f"trainer {type(action).__name__}")
                 event = self._do(action)
+                runtime.point(f"trainer {type(action).__name__} done")
             except Exception as failure:
                 if machine.phase is coordinator.Phase.COMMITTING:
                     raise _unknown(machine.number, failure) from failure
@@ -147,9 +149,9 @@ class Driver:
 
     def _decided(self, number: int) -> m.AttemptRead | None:
         """The attempt, if somebody decided it; looked at once in ``LOOK_S``."""
-        if time.monotonic() - self._looked_at < LOOK_S:
+        if runtime.now() - self._looked_at < LOOK_S:
             return None
-        self._looked_at = time.monotonic()
+        self._looked_at = runtime.now()
         try:
             self._log.store.size(attempt_key(number, "outcome"))
         except (NotFoundError, UnavailableError):

@@ -6,11 +6,11 @@ Refused before anything is written, on every rank, with what rank 0 found.
 from __future__ import annotations
 
 import struct
-import time
 import zlib
 
 import numpy as np
 
+from deltarefit import runtime
 from deltarefit.affine import check_coverage
 from deltarefit.errors import BaseMismatch, NotFoundError, UsageError
 from deltarefit.manifest import Catalog
@@ -48,14 +48,14 @@ def meet(store: Store, source: Source, trainers: Trainers) -> RunLog:
 
 def _opened(store: Store) -> RunLog | None:
     """The run that rank 0 found or made, waited for (F13); never made here: this may be another store."""
-    deadline = time.monotonic() + LATE_VISIBILITY_S
+    deadline = runtime.now() + LATE_VISIBILITY_S
     while True:
         try:
             return RunLog.open(store)
         except NotFoundError:
-            if time.monotonic() > deadline:
+            if runtime.now() > deadline:
                 return None
-            time.sleep(0.2)
+            runtime.sleep(0.2)
 
 
 def _hello(source: Source) -> bytes:

@@ -9,9 +9,7 @@ sum over all producers must be the digest that the log states for the base befor
 from __future__ import annotations
 
 import bisect
-import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import TypeVar
@@ -19,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from deltarefit import _kernel
+from deltarefit import _kernel, runtime
 from deltarefit.codec import ADD, XOR, Delta, open_payload
 from deltarefit.digest import catalog_keys
 from deltarefit.elements import Elements
@@ -52,7 +50,7 @@ class ShardBaseline:
         self._payloads = log.over(store)
         self._keys = catalog_keys(log.run, log.catalog)
         self._layout = layout_of(pieces)
-        self._incarnation = secrets.token_hex(8)
+        self._incarnation = runtime.token()[:16]
         self._of_tensor: dict[int, list[int]] = {}
         for number, piece in enumerate(pieces):
             if piece.length:
@@ -168,7 +166,9 @@ class ShardBaseline:
 
     def _write_payload(self, prefix: str, ref: PayloadRef) -> int:
         opened = partial(open_payload, ref=ref, catalog=self._log.catalog)
-        for delta in self._payloads.fetch(prefix + ref.sha256, opened):
+        deltas = self._payloads.fetch(prefix + ref.sha256, opened)
+        runtime.point("baseline write")
+        for delta in deltas:
             for number in self._of_tensor.get(delta.tensor, ()):
                 write_into(self._pieces[number], self._bits.array(number), delta)
         return ref.size
@@ -178,7 +178,7 @@ class ShardBaseline:
         if threads == 1:
             yield from map(work, items)
             return
-        with ThreadPoolExecutor(threads, thread_name_prefix="baseline") as pool:
+        with runtime.executor(threads, "baseline") as pool:
             yield from pool.map(work, items)
 
 

@@ -7,13 +7,11 @@ every wait ends: a rank that gives no sign of life for ``deadline_s`` seconds is
 from __future__ import annotations
 
 import contextlib
-import secrets
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from deltarefit import errors
+from deltarefit import errors, runtime
 from deltarefit.errors import AttemptLostError, BaseMismatch, IntegrityError, RefitError, UnavailableError, UsageError
 from deltarefit.manifest import Intent, PayloadRef, ProducerManifest
 from deltarefit.ports import Exchange
@@ -120,7 +118,7 @@ class Trainers:
 
     def _come(self, hello: bytes) -> Verdict:
         """Other ranks: an earlier meeting's verdict does not name the nonce that this one came with."""
-        key, nonce = f"hello/{self.rank}", secrets.token_hex(_NONCE // 2)
+        key, nonce = f"hello/{self.rank}", runtime.token()[:_NONCE]
 
         def ready() -> Verdict | None:
             data = self._exchange.get("verdict")
@@ -142,7 +140,7 @@ class Trainers:
         came: list[bytes] = []
         try:
             came.extend(map(self._hello_of, range(1, self.size)))
-            verdict = Verdict(secrets.token_hex(8), _nonces(came), judge([hello, *(one[_NONCE:] for one in came)]))
+            verdict = Verdict(runtime.token()[:16], _nonces(came), judge([hello, *(one[_NONCE:] for one in came)]))
         except Exception as error:
             text = str(error)[:4000] or "an error"
             with contextlib.suppress(UnavailableError):
@@ -230,29 +228,29 @@ class Trainers:
 
     def beat(self) -> None:
         """Give a sign of life, at most ten in a deadline: the turn, and a number."""
-        if self.size > 1 and time.monotonic() - self._beat_at > self.deadline_s / 10:
-            self._beats, self._beat_at = self._beats + 1, time.monotonic()
+        if self.size > 1 and runtime.now() - self._beat_at > self.deadline_s / 10:
+            self._beats, self._beat_at = self._beats + 1, runtime.now()
             self._exchange.put(f"{self._meeting}beat/{self.rank}", f"{self._turn} {self._beats}".encode())
 
     def wait(self, ready: Callable[[], T | None], rank: int, what: str) -> T:
         """What ``ready`` gives once it gives something. Raises ``UnavailableError`` when ``rank``, which is to bring it
         about, has been silent for the deadline or has gone on to a later publish."""
-        heard, heard_at, pause = self._pulse(rank), time.monotonic(), 0.002
+        heard, heard_at, pause = self._pulse(rank), runtime.now(), 0.002
         while (found := ready()) is None:
             self.beat()
-            if time.monotonic() - heard_at > self.deadline_s / 20 and (pulse := self._pulse(rank)) != heard:
+            if runtime.now() - heard_at > self.deadline_s / 20 and (pulse := self._pulse(rank)) != heard:
                 if pulse[0] > self._turn and (found := ready()) is not None:
                     return found
                 if pulse[0] > self._turn:
                     raise UnavailableError(f"waited for {what}, and rank {rank} gave up", next_step="Publish again.")
-                heard, heard_at = pulse, time.monotonic()
-            if time.monotonic() - heard_at > self.deadline_s:
+                heard, heard_at = pulse, runtime.now()
+            if runtime.now() - heard_at > self.deadline_s:
                 raise UnavailableError(
                     f"waited for {what}, and rank {rank} has been silent",
                     expected=f"a sign of life within {self.deadline_s:g} s",
                     next_step="Look at that rank's log; restart the trainer, then publish again.",
                 )
-            time.sleep(pause)
+            runtime.sleep(pause)
             pause = min(pause * 1.5, 0.1, self.deadline_s / 20)
         return found
 
