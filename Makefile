@@ -12,7 +12,7 @@ ENGINES_PIP := $(ENGINES_BIN)/python -m pip --disable-pip-version-check
 ENGINES_INSTALL := $(ENGINES_PIP) install --quiet -c constraints-engines.txt
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo demo-quick test test-engines lint format types check bench fuzz clean
+.PHONY: demo demo-quick test test-engines lint format types check bench fuzz soak clean
 
 demo: $(VENV)/.demo
 	$(BIN)/deltarefit demo --cache $(CACHE)
@@ -29,8 +29,12 @@ test-engines: $(ENGINES)/.installed
 bench: $(VENV)/.demo
 	$(BIN)/deltarefit bench codec --cache $(CACHE)
 
-fuzz:
-	fuzz/run.sh $(or $(SECONDS),60)
+fuzz: $(VENV)/.fuzz
+	fuzz/all.sh $(or $(SECONDS),60) $(BIN)/python
+
+# The release run: about HOURS on two cores.
+soak: $(VENV)/.fuzz
+	$(BIN)/python -m tests.soak --hours $(or $(HOURS),3)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check src tests
@@ -82,6 +86,10 @@ $(ENGINES)/.engines: constraints-engines.txt tests/engines/stubs.py
 
 $(ENGINES)/.installed: $(ENGINES)/.engines pyproject.toml $(KERNEL)
 	$(ENGINES_INSTALL) -e .
+	touch $@
+
+$(VENV)/.fuzz: $(VENV)/.test
+	$(PIP) atheris
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.test

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 
 from deltarefit.errors import RefitError
 from deltarefit.manifest import Anchor, Decision, Header, Intent, Mode, Outcome, PayloadRef, ProducerManifest, State
+from deltarefit.protocol import attempts
 from deltarefit.protocol import messages as m
-from deltarefit.protocol.follower import Follower, Phase
+from deltarefit.protocol.follower import _HANDLERS, Follower, Phase, Step
 from deltarefit.records import Digest
 
 RUN, CATALOG, SHA = "ab" * 16, "cd" * 32, "{:064x}"
@@ -36,6 +37,15 @@ NEVER = {WRONG: W[4], ABORTED: W[8]}
 LAST = 8
 GROUPS = ((0, 1), (2, 3))
 """Positions that each producer owns."""
+
+
+class Mutant(Follower):
+    """Follower whose handlers are looked up by name, so that a subclass can break one of them."""
+
+    def on(self, event: m.Event) -> Step:
+        handler = _HANDLERS[self.phase, type(event)]
+        mutated = getattr(self, getattr(handler, "__name__", ""), None)
+        return mutated(event) if mutated else handler(self, event)
 
 
 def h(position: int, value: int) -> Digest:
@@ -96,7 +106,13 @@ STEPS = ((1, False), (2, False), (2, True))
 """How far an attempt may be: (manifests sealed, decided)."""
 LOG = {(n, d): attempt(n, *step) for n in range(1, LAST + 1) for d, step in enumerate(STEPS, 1)}
 for written in LOG.values():
-    m.check_attempt(written)
+    attempts.check_attempt(written)
+OWNED = {
+    ref.sha256: group
+    for n in range(2, LAST + 1)
+    for ref, group in zip(LOG[n, 2].payloads, positions_of(n), strict=True)
+}
+"""Positions of each payload."""
 ANCHOR = Anchor(RUN, 1, digest(W[1]), (), ())
 Prim = tuple[str, int, int]
 
@@ -147,36 +163,39 @@ def step(world: World) -> World | None:
         return replace(world, spool=None, queue=rest)
     if isinstance(action, m.Pause | m.Resume):
         return replace(world, paused=isinstance(action, m.Pause), queue=rest)
-    if isinstance(action, m.FinishSeed):
+    if isinstance(action, m.FinishSeed | m.CastVote):
         return replace(world, queue=rest)
     if isinstance(action, m.FindAnchor):
         return feed(world, m.AnchorFound(ANCHOR, digest(W[1])), rest)
     if isinstance(action, m.LoadAnchor):
         return write(world, rest, [("S", i, v) for i, v in enumerate(W[1])], lambda w: m.AnchorLoaded(digest(w.bits)))
+    if isinstance(action, m.Prove):
+        return feed(world, m.Proven(digest(world.bits)), rest)
     return payload_step(world, action, rest)
 
 
 def payload_step(world: World, action: m.Action, rest: tuple[m.Action, ...]) -> World:
     attempt: m.Attempt = action.attempt  # type: ignore[union-attr]
+    groups = [OWNED[ref.sha256] for ref in action.refs]  # type: ignore[union-attr]
     number, (old, new) = attempt.number, bits_of(attempt.number)
-    groups = positions_of(number, len(attempt.manifests))
     masks = {i: old[i] ^ new[i] for group in groups for i in group}
     if isinstance(action, m.Stage):
         after = tuple(v ^ masks.get(i, 0) for i, v in enumerate(world.bits))
         found = tuple(m.Sums(sums(world.bits, g), sums(after, g)) for g in groups)
         kept = (number, tuple((i, after[i]) for g in groups for i in g))
         return feed(replace(world, spool=kept), m.Staged(found), rest)
+    values = dict(world.spool[1]) if world.spool and world.spool[0] == number else {}
     if isinstance(action, m.Classify):
-        return feed(world, m.Classified(tuple(sums(world.bits, g) for g in groups)), rest)
+        kept_now = tuple(all(i in values for i in g) for g in groups)
+        return feed(world, m.Classified(tuple(sums(world.bits, g) for g in groups), kept_now), rest)
     assert isinstance(action, m.Write)
-    if m.Op.SET in action.ops and (world.spool is None or world.spool[0] != number):
-        return feed(world, m.ValuesLost(), rest)
-    values = dict(world.spool[1]) if world.spool else {}
     prims: list[Prim] = []
     for group, op in zip(groups, action.ops, strict=True):
         if op is m.Op.APPLY:
             prims += [("X", i, masks[i]) for i in group]
         if op is m.Op.SET:
+            if not all(i in values for i in group):
+                return feed(world, m.ValuesLost(), rest)
             prims += [("S", i, values[i]) for i in group]
     return write(world, rest, prims, lambda w: m.Written(tuple(sums(w.bits, g) for g in groups)))
 

@@ -15,7 +15,7 @@ from tests.desk import PATIENCE_S, Desk
 
 pytest_plugins = ["tests.desk_fixtures"]
 
-VERBS = ("publish", "follow", "log", "show", "compare", "verify", "anchor", "doctor", "demo", "bench codec")
+VERBS = ("publish", "follow", "log", "show", "compare", "verify", "anchor", "prune", "doctor", "demo", "bench codec")
 
 
 # -------------------------------------------------------------------------------- words and screens

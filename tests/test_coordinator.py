@@ -9,6 +9,7 @@ import pytest
 
 from deltarefit.errors import IntegrityError, ProtocolError
 from deltarefit.manifest import Decision, Intent, Mode, Outcome, PayloadRef, ProducerManifest
+from deltarefit.protocol import attempts
 from deltarefit.protocol import messages as m
 from deltarefit.protocol.coordinator import Coordinator, Phase
 from deltarefit.records import Digest
@@ -385,10 +386,12 @@ def test_our_own_abort_in_the_place_of_our_commit_is_a_failure() -> None:
 EVENTS: tuple[m.Event, ...] = (
     m.AttemptRead(m.Attempt(2)), m.Created(), m.NotCreated(), encoded(intent_of("me", 2, 1)), m.EncodeFailed("x"),
     m.HeaderRead(None), m.NoAnchor(), m.ValuesLost(), gathered(intent_of("me", 2, 1)), m.ManifestRead(None),
+    m.Polled((), ()),
 )  # fmt: skip
 ALLOWED = {
     Phase.TAIL: {0}, Phase.ABORTING: {1, 2}, Phase.OPENING: {0, 1, 2}, Phase.ENCODING: {3, 4},
     Phase.SEALING: {0, 1, 2, 4}, Phase.GATHERING: {0, 4, 8}, Phase.COMMITTING: {0, 1, 2}, Phase.FAILING: {1, 2},
+    Phase.ENDING: {1}, Phase.POLLING: {0, 4, 10},
 }  # fmt: skip
 
 
@@ -417,11 +420,11 @@ def broken(**fields: Any) -> m.Attempt:
 
 def test_a_whole_attempt_passes() -> None:
     for end in ("", "sealed", "abort", "commit"):
-        m.check_attempt(attempt(2, "a", 1, end))
-        m.check_attempt(attempt(2, "a", 1, end, producers=3))
-    m.check_attempt(m.Attempt(2))
-    m.check_attempt(attempt(1, "a", 0, "commit"))
-    m.check_attempt(attempt(1, "a", 0, "commit", producers=2))
+        attempts.check_attempt(attempt(2, "a", 1, end))
+        attempts.check_attempt(attempt(2, "a", 1, end, producers=3))
+    attempts.check_attempt(m.Attempt(2))
+    attempts.check_attempt(attempt(1, "a", 0, "commit"))
+    attempts.check_attempt(attempt(1, "a", 0, "commit", producers=2))
 
 
 GOOD = attempt(2, "a", 1, "commit")
@@ -469,7 +472,7 @@ WRONG_PART = replace(B, part=B.part + Digest(1, 0))
 )
 def test_records_that_do_not_belong_together_are_refused(wrong: m.Attempt, says: str) -> None:
     with pytest.raises(IntegrityError, match=says):
-        m.check_attempt(wrong)
+        attempts.check_attempt(wrong)
 
 
 @pytest.mark.parametrize("end", ["", "abort"])
@@ -484,17 +487,19 @@ def test_what_was_sealed_wrongly_and_not_committed_stands_in_nobodys_way(
     """A producer seals before anybody has compared it with the others: who closes or passes that attempt must be able
     to read it, and nobody stages it."""
     wrong = replace(PAIR, manifests=sealed, outcome=abort_of("z", 2, 1) if end else None)
-    m.check_attempt(wrong)
-    assert not m.adds_up(wrong)
+    attempts.check_attempt(wrong)
+    assert not attempts.adds_up(wrong)
     _, (action,) = walk(mine(), m.AttemptRead(wrong))
     assert isinstance(action, m.ReadAttempt if end else m.CreateOutcome)
 
 
 def test_what_is_sealed_and_adds_up_may_be_staged() -> None:
     for producers in (1, 2, 3):
-        assert m.adds_up(attempt(2, "a", 1, "sealed", producers=producers))
-        assert not m.adds_up(attempt(2, "a", 1, "", producers=producers))
+        assert attempts.adds_up(attempt(2, "a", 1, "sealed", producers=producers))
+        assert not attempts.adds_up(attempt(2, "a", 1, "", producers=producers))
     first = attempt(1, "a", 0, "sealed", producers=2)
-    assert m.adds_up(first)
-    assert not m.adds_up(replace(first, manifests=first.manifests[:1]))  # nothing to add up to in the first version
-    assert not m.adds_up(m.Attempt(2))
+    assert attempts.adds_up(first)
+    assert not attempts.adds_up(
+        replace(first, manifests=first.manifests[:1])
+    )  # nothing to add up to in the first version
+    assert not attempts.adds_up(m.Attempt(2))

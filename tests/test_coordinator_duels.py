@@ -11,6 +11,7 @@ import pytest
 
 from deltarefit.errors import IntegrityError, ProtocolError
 from deltarefit.manifest import ProducerManifest
+from deltarefit.protocol import attempts
 from deltarefit.protocol import messages as m
 from deltarefit.protocol.coordinator import FINAL, Coordinator, Phase
 from deltarefit.records import Digest
@@ -113,7 +114,7 @@ def check(duel: Duel) -> None:
     """I4, rule 1, and what each coordinator says of itself."""
     base = 0
     for number, there in enumerate(duel.log, 1):
-        m.check_attempt(there)
+        attempts.check_attempt(there)
         assert there.intent is not None
         assert there.intent.base == base, f"attempt {number}: base {there.intent.base}, last commit {base}"
         assert there.outcome is not None or number == len(duel.log), f"attempt {number} was left open"

@@ -14,6 +14,7 @@ from deltarefit.protocol import messages as m
 from deltarefit.protocol.follower import Follower, Phase
 from deltarefit.records import Digest
 from tests import explorer as x
+from tests.explorer import Mutant
 
 PART, SEALED, COMMITTED = 1, 2, 3
 """How far an attempt of ``explorer.LOG`` is."""
@@ -31,21 +32,11 @@ def test_more_crashes() -> None:
     assert states > 1_000
 
 
-class Mutant(Follower):
-    """Follower whose handlers are looked up by name, so that a subclass can break one of them."""
-
-    def on(self, event: m.Event) -> f.Step:
-        handler = f._HANDLERS[self.phase, type(event)]
-        mutated = getattr(self, getattr(handler, "__name__", ""), None)
-        return mutated(event) if mutated else handler(self, event)
-
-
 class NoClassify(Mutant):
     """M14: redo without classification."""
 
     def _classified(self, event: m.Classified) -> f.Step:
-        ops = (m.Op.APPLY,) * len(event.live)
-        return replace(self, phase=Phase.WRITING), (m.Write(self._attempt(), ops),)
+        return self._apply(self.refs)
 
     def _written(self, event: m.Written) -> f.Step:
         return self._committed()
@@ -55,9 +46,9 @@ class NoPostCheck(Mutant):
     """CLEAN without reading back, with a redo that trusts nothing was torn."""
 
     def _classified(self, event: m.Classified) -> f.Step:
-        refs = self._manifest_refs()
-        ops = tuple(m.Op.SKIP if v != r.pre else m.Op.APPLY for v, r in zip(event.live, refs, strict=True))
-        return replace(self, phase=Phase.WRITING), (m.Write(self._attempt(), ops),)
+        pairs = zip(event.live, self.refs, strict=True)
+        ops = tuple(m.Op.SKIP if live != ref.pre else m.Op.APPLY for live, ref in pairs)
+        return replace(self, phase=Phase.WRITING), (m.Write(self._attempt(), self.refs, ops),)
 
     def _written(self, event: m.Written) -> f.Step:
         return self._committed()
@@ -88,6 +79,12 @@ class NoBaseCheck(Mutant):
         return super()._seen(event)
 
 
+def written_now(machine: Follower, attempt: m.Attempt) -> f.Step:
+    dirty, actions = machine._dirty(attempt)
+    after, more = dirty._apply(machine.refs)
+    return after, (*actions, *more)
+
+
 class AppliesAborted(Mutant):
     """Takes any outcome for a COMMIT."""
 
@@ -98,20 +95,14 @@ class AppliesAborted(Mutant):
         return super()._seen(event)
 
     def _decided(self, attempt: m.Attempt) -> f.Step:
-        if attempt.outcome and not attempt.committed:
-            ops = (m.Op.APPLY,) * len(self._manifest_refs())
-            dirty = m.WriteHeader(self._header(State.DIRTY, attempt.number))
-            return replace(self, phase=Phase.WRITING), (m.Pause(), dirty, m.Write(attempt, ops))
-        return super()._decided(attempt)
+        return written_now(self, attempt) if attempt.outcome else super()._decided(attempt)
 
 
 class WritesBeforeCommit(Mutant):
     """Mode stage must not write before the outcome is known."""
 
     def _decided(self, attempt: m.Attempt) -> f.Step:
-        ops = (m.Op.APPLY,) * len(self._manifest_refs())
-        dirty = m.WriteHeader(self._header(State.DIRTY, attempt.number))
-        return replace(self, phase=Phase.WRITING), (m.Pause(), dirty, m.Write(attempt, ops))
+        return written_now(self, attempt)
 
 
 class ResumesDirty(Mutant):
@@ -149,7 +140,8 @@ class ForgetsDirty(Mutant):
     def _boot(self, event: m.HeaderRead) -> f.Step:
         if event.header and event.header.state is State.DIRTY:
             clean = replace(self, version=event.header.version, digest=event.header.digest)
-            return clean._clean()
+            after, actions = clean._clean()
+            return after, (m.Resume(), m.DropStage(), *actions)
         return super()._boot(event)
 
     def _staged(self, event: m.Staged) -> f.Step:
@@ -271,13 +263,14 @@ def test_what_is_not_sealed_or_does_not_add_up_is_waited_for(number: int, done: 
 def test_what_all_producers_sealed_is_staged_before_the_outcome() -> None:
     clean = follower(phase=Phase.CLEAN, version=1, digest=x.digest(x.W[1]))
     staging, actions = clean.on(m.AttemptRead(x.LOG[2, SEALED]))
-    assert (staging.phase, actions) == (Phase.STAGING, (m.Stage(x.LOG[2, SEALED]),))
+    stage = m.Stage(x.LOG[2, SEALED], x.LOG[2, SEALED].payloads)
+    assert (staging.phase, actions) == (Phase.STAGING, (stage,))
 
 
 def test_a_payload_that_leads_elsewhere_is_refused() -> None:
     commit = x.LOG[2, COMMITTED]
     sums = tuple(m.Sums(ref.pre, ref.post + Digest(1, 0)) for ref in commit.payloads)
-    staging = follower(phase=Phase.STAGING, version=1, digest=x.digest(x.W[1]), attempt=commit)
+    staging = follower(phase=Phase.STAGING, version=1, digest=x.digest(x.W[1]), attempt=commit, refs=commit.payloads)
     with pytest.raises(IntegrityError, match="does not lead where"):
         staging.on(m.Staged(sums))
 

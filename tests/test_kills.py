@@ -83,8 +83,8 @@ class Counters:
         self._names = names
         self._numbers = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), "u8")
 
-    def add(self, name: str) -> None:
-        self._numbers[self._names.index(name)] += np.uint64(1)
+    def add(self, name: str, more: int = 1) -> None:
+        self._numbers[self._names.index(name)] += np.uint64(more)
 
     def __getitem__(self, name: str) -> int:
         return int(self._numbers[self._names.index(name)])

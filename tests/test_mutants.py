@@ -16,6 +16,7 @@ from deltarefit import Publisher, Receiver, anchors, codec, runlog
 from deltarefit.errors import NotFoundError, RefitError
 from deltarefit.landing import Windows
 from deltarefit.manifest import Header, ProducerManifest, State
+from deltarefit.protocol import attempts
 from deltarefit.protocol import coordinator as c
 from deltarefit.protocol import follower as f
 from deltarefit.protocol import messages as m
@@ -94,6 +95,7 @@ def seed_not_proven(patch: Patch) -> None:
         return f.Follower._seeded(self, m.AnchorLoaded(self.anchor.digest))
 
     handler(patch, f.Phase.SEEDING, m.AnchorLoaded, believe)
+    patch.setattr("deltarefit.receiver.check_loaded", lambda anchor, digest: None)
 
 
 def start_not_proven(patch: Patch) -> None:
@@ -130,18 +132,18 @@ def values_not_spooled(patch: Patch) -> None:
 
 
 def payloads_not_spooled_nor_fetched_again(patch: Patch) -> None:
-    def once(self: RunLog, key: str, check: Callable[[bytes], Any], damaged: Any = None) -> Any:
+    def once(self: RunLog, key: str, check: Callable[[bytes], Any], damaged: Any = None, **more: Any) -> Any:
         return check(self.store.get(key))
 
     patch.setattr(RunLog, "fetch", once)
 
 
 def torn_is_applied_again(patch: Patch) -> None:
-    patch.setattr(f, "_op", lambda live, pre, post: m.Op.SKIP if live == post else m.Op.APPLY)
+    patch.setattr(f, "_op", lambda live, ref: m.Op.SKIP if live == ref.post else m.Op.APPLY)
 
 
 def done_is_applied_again(patch: Patch) -> None:
-    patch.setattr(f, "_op", lambda live, pre, post: m.Op.APPLY)
+    patch.setattr(f, "_op", lambda live, ref: m.Op.APPLY)
 
 
 def create_replaces(patch: Patch) -> None:
@@ -181,7 +183,7 @@ def sealed_is_staged(patch: Patch) -> None:
 def what_was_not_committed_is_checked(patch: Patch) -> None:
     def check(attempt: m.Attempt) -> None:
         if attempt.intent:
-            m.check_manifests(attempt.intent, attempt.manifests)
+            attempts.check_manifests(attempt.intent, attempt.manifests)
 
     patch.setattr(runlog, "check_attempt", check)
 
@@ -196,10 +198,9 @@ def any_run_will_do(patch: Patch) -> None:
 
 def abort_is_a_commit(patch: Patch) -> None:
     def decided(self: f.Follower, event: m.AttemptRead) -> f.Step:
-        ops = (m.Op.APPLY,) * len(self._manifest_refs())
-        dirty = m.WriteHeader(self._header(State.DIRTY, event.attempt.number))
-        writing = replace(self, phase=f.Phase.WRITING, attempt=event.attempt)
-        return writing, (m.Pause(), dirty, m.Write(event.attempt, ops))
+        dirty, actions = self._dirty(event.attempt)
+        after, more = dirty._apply(self.refs)
+        return after, (*actions, *more)
 
     handler(patch, f.Phase.STAGED, m.AttemptRead, decided)
 
@@ -212,10 +213,10 @@ def last_payload_not_summed(patch: Patch) -> None:
 
 
 def last_element_not_compared(patch: Patch) -> None:
-    def encode(tensor: int, old: Any, new: Any, start: int, key: int) -> Any:
+    def encode(tensor: int, old: Any, new: Any, start: int, key: int, **more: Any) -> Any:
         kept = new.copy()
         kept[-1:] = old[-1:]
-        return codec.encode_delta(tensor, old, kept, start, key)
+        return codec.encode_delta(tensor, old, kept, start, key, **more)
 
     patch.setattr(encoding, "encode_delta", encode)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -41,7 +41,7 @@ class Encoder:
         self.begun: list[int] = []
         self.done: list[int] = []
 
-    def __call__(self, segment: Segment) -> EncodedDelta:
+    def __call__(self, segment: Segment) -> Sequence[EncodedDelta]:
         number = segment[1] // NUMEL
         with self.lock:
             self.begun.append(number)
@@ -49,7 +49,7 @@ class Encoder:
         delta = encoded(number)
         with self.lock:
             self.done.append(number)
-        return delta
+        return (delta,)
 
 
 class Shelf:
@@ -232,7 +232,7 @@ def test_taken_is_called_for_nothing_at_all() -> None:
 def test_unchanged_segments_make_no_payload() -> None:
     seen: list[int] = []
     where = Upload(Shelf(), "p/")  # type: ignore[arg-type]
-    assert upload_segments(segments(5), lambda _: None, where, 2, lambda: seen.append(1)) == ()
+    assert upload_segments(segments(5), lambda _: (), where, 2, lambda: seen.append(1)) == ()
     assert seen == [1]
 
 
@@ -259,9 +259,20 @@ def test_an_error_of_the_store_ends_it_all(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_encoding_stops_for_an_error_of_the_store(blown: threading.Event) -> None:
     """Payload 0 fails while segment 1 is being encoded: no other one begins, though five are waiting."""
-    encoder = Encoder(lambda n: await_(blown, "nothing failed") if n else None)
+    begun = threading.Event()
+
+    def encode(number: int) -> None:
+        if number:
+            begun.set()
+            await_(blown, "nothing failed")
+
+    def put(number: int) -> None:
+        await_(begun, "segment 1 was not encoded")
+        raise Stop("store")
+
+    encoder = Encoder(encode)
     with pytest.raises(Stop, match="store"):
-        upload(40, encoder, Shelf(lambda _: raise_(Stop("store"))))
+        upload(40, encoder, Shelf(put))
     assert encoder.begun == [0, 1]
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from deltarefit.errors import IntegrityError, ProtocolError
 from deltarefit.manifest import Decision, Intent, Outcome, ProducerManifest
+from deltarefit.protocol import attempts
 from deltarefit.protocol import coordinator as c
 from deltarefit.protocol import messages as m
 from deltarefit.protocol import producer as p
@@ -307,7 +308,7 @@ def parts_not_summed(intent: Intent, manifests: tuple[ProducerManifest, ...]) ->
 
 
 def last_part_not_summed(intent: Intent, manifests: tuple[ProducerManifest, ...]) -> Digest:
-    return m.new_digest(intent, manifests) - manifests[-1].part
+    return attempts.new_digest(intent, manifests) - manifests[-1].part
 
 
 def nothing_compared(intent: Intent, manifests: tuple[ProducerManifest, ...]) -> None:
@@ -315,11 +316,11 @@ def nothing_compared(intent: Intent, manifests: tuple[ProducerManifest, ...]) ->
 
 
 def steps_not_compared(intent: Intent, manifests: tuple[ProducerManifest, ...]) -> None:
-    m.check_manifests(intent, tuple(replace(manifest, step=0) for manifest in manifests))
+    attempts.check_manifests(intent, tuple(replace(manifest, step=0) for manifest in manifests))
 
 
 def attempts_not_compared(intent: Intent, manifests: tuple[ProducerManifest, ...]) -> None:
-    m.check_manifests(intent, tuple(replace(manifest, attempt=intent.attempt) for manifest in manifests))
+    attempts.check_manifests(intent, tuple(replace(manifest, attempt=intent.attempt) for manifest in manifests))
 
 
 MACHINES: list[tuple[type[_Coordinator] | type[_Producer], t.Fate, t.Log]] = [

@@ -13,7 +13,7 @@ from deltarefit import runtime
 from deltarefit.baseline import MemoryBaseline
 from deltarefit.events import Event
 from deltarefit.pieces import whole
-from deltarefit.publishing import shard_baseline
+from deltarefit.publishing import foreign, shard_baseline
 from deltarefit.publishing.shard_baseline import ShardBaseline
 from deltarefit.publishing.shards import MemoryBits
 from deltarefit.runlog import RunLog
@@ -29,7 +29,7 @@ def test_rebuilt_on_many_threads_from_another_layout(
     seed: int, positions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks publish, then three with other pieces: their baselines come from payloads that fit none of theirs."""
-    monkeypatch.setattr(shard_baseline, "_POSITIONS", positions)
+    monkeypatch.setattr(foreign, "_POSITIONS", positions)
     monkeypatch.setattr("deltarefit.weights.SEGMENT_BYTES", 512)
     rng = np.random.default_rng(seed)
     store, model = h.new_store(), h.random_model(rng)

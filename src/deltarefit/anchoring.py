@@ -14,16 +14,21 @@ from dataclasses import dataclass
 from deltarefit.anchors import read_files, seal_anchor
 from deltarefit.codec import EncodedDelta, encode_full
 from deltarefit.digest import catalog_keys
-from deltarefit.errors import DigestMismatch, IntegrityError, NotFoundError
-from deltarefit.events import Emit, ignore
+from deltarefit.errors import AlreadyExistsError, AttemptLostError, DigestMismatch, IntegrityError, NotFoundError
+from deltarefit.events import Emit, Event, ignore
 from deltarefit.manifest import Anchor, PayloadRef
+from deltarefit.notary import Notary, check_signer, is_signed
 from deltarefit.pieces import whole
+from deltarefit.pins import CatchUpPin
 from deltarefit.pipeline import PAYLOAD_BYTES, Upload, counted, extents_of, upload_segments
 from deltarefit.ports import Store, Target
-from deltarefit.protocol.messages import Attempt
+from deltarefit.protocol.attempts import Attempt
 from deltarefit.receiver import Receiver
 from deltarefit.records import Digest
-from deltarefit.runlog import RunLog, anchor_prefix
+from deltarefit.retention import Doomed
+from deltarefit.runlog import RUN, RunLog, anchor_prefix
+from deltarefit.signing import Signer
+from deltarefit.trust import Trust
 from deltarefit.weights import Segment, flat
 
 
@@ -46,26 +51,60 @@ def write_anchor(
     threads: int | None = None,
     payload_bytes: int = PAYLOAD_BYTES,
     emit: Emit = ignore,
+    sign: Signer | None = None,
+    trust: Trust | None = None,
 ) -> Anchored:
     """Make the head an anchor; receivers that start later begin there.
 
-    ``baseline`` is moved to the head if it is not there. Raises ``NotFoundError`` if nothing was published
-    yet, ``DigestMismatch`` if the baseline's bits changed under our hands (nothing is written then).
+    ``baseline`` is moved to the head if it is not there; an empty one (``MemoryBaseline()``, a new directory) is filled
+    from the newest anchor and the chain. Of several writers of one version the first wins, and all return its anchor.
+    Raises ``NotFoundError`` if nothing was published yet, ``DigestMismatch`` if the baseline's bits changed under our
+    hands (nothing is written then), ``AttemptLostError`` if the version was condemned by a prune meanwhile. ``sign``
+    and ``trust`` as in ``Publisher``.
     """
-    log = RunLog.open(store)
-    version = _bring_to_head(store, baseline, threads, emit)
-    commit = log.version(version)
-    if (anchor := log.anchor(version)) is not None:
-        log.put_hint(version, version)
-        return _anchored(log, anchor, created=False)
-    refs = _upload(log, baseline, version, Upload(store, anchor_prefix(version) + "pl/", payload_bytes), threads, emit)
-    anchor = seal_anchor(log, version, _proven(commit, refs), refs, _side_files(log))
+    log = RunLog.open(store, Notary(sign, trust))
+    check_signer(log.notary, is_signed(store, RUN), store.url)
+    version = _bring_to_head(store, baseline, threads, emit, trust)
+    anchor, created = log.anchor(version), False
+    if anchor is None:
+        pin = CatchUpPin(log, "anchor", emit)  # what is not sealed yet looks like what a dead writer left
+        try:
+            pin.hold(version)
+            upload = Upload(store, anchor_prefix(version) + "pl/", payload_bytes)
+            refs = _upload(log, baseline, version, upload, threads, _heard(pin, emit))
+            anchor, created = _sealed(log, log.version(version), refs)
+        finally:
+            pin.release()
     log.put_hint(version, version)
-    return _anchored(log, anchor, created=True)
+    return _anchored(log, anchor, created=created)
 
 
-def _bring_to_head(store: Store, baseline: Target, threads: int | None, emit: Emit) -> int:
-    receiver = Receiver(store, baseline, threads=threads, emit=emit)
+def _heard(pin: CatchUpPin, emit: Emit) -> Emit:
+    def both(event: Event) -> None:
+        pin.hear(event)
+        emit(event)
+
+    return both
+
+
+def _sealed(log: RunLog, commit: Attempt, refs: tuple[PayloadRef, ...]) -> tuple[Anchor, bool]:
+    """The anchor, and whether it is ours."""
+    digest = _proven(commit, refs)
+    _check_stored(log, commit.number, refs)
+    if log.tombstone(Doomed.ANCHOR, commit.number) is not None:
+        step = "Run it again: it makes an anchor of the head as it is now."
+        raise AttemptLostError(f"an anchor of version {commit.number} is not wanted any more: pruned", next_step=step)
+    try:
+        return seal_anchor(log, commit.number, digest, refs, _side_files(log)), True
+    except AlreadyExistsError:
+        other = log.anchor(commit.number)
+        if other is None or other.digest != digest:
+            raise
+        return other, False  # another writer was first: its payloads came before its record
+
+
+def _bring_to_head(store: Store, baseline: Target, threads: int | None, emit: Emit, trust: Trust | None) -> int:
+    receiver = Receiver(store, baseline, threads=threads, emit=emit, trust=trust)
     try:
         return receiver.follow(once=True)
     finally:
@@ -77,11 +116,11 @@ def _upload(
 ) -> tuple[PayloadRef, ...]:
     keys = catalog_keys(log.run, log.catalog)
 
-    def encode(segment: Segment) -> EncodedDelta:
+    def encode(segment: Segment) -> tuple[EncodedDelta, ...]:
         tensor, start, stop = segment
         piece = whole(tensor, log.catalog.tensors[tensor].numel)
         with baseline.window(tensor, start, stop) as (array, first):
-            return encode_full(piece, flat(array, first, stop - start), start, keys[tensor])
+            return (encode_full(piece, flat(array, first, stop - start), start, keys[tensor]),)
 
     return upload_segments(
         counted(extents_of(log.catalog), "anchor", version, emit), encode, upload, threads or os.cpu_count() or 1
@@ -101,16 +140,31 @@ def _proven(commit: Attempt, refs: tuple[PayloadRef, ...]) -> Digest:
 
 
 def _side_files(log: RunLog) -> dict[str, bytes]:
-    found = log.newest_anchor()
-    if found is None:
-        raise NotFoundError("the run has no anchor to take side files from", next_step="Publish to a new store.")
-    return read_files(log, found[0])
+    """Of the newest anchor whose files can be read."""
+    errors: list[Exception] = []
+    for anchor, _ in log.anchors(lambda _, error: errors.append(error)):
+        try:
+            return read_files(log, anchor)
+        except (IntegrityError, NotFoundError) as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    raise NotFoundError("the run has no anchor to take side files from", next_step="Publish to a new store.")
 
 
 def _anchored(log: RunLog, anchor: Anchor, *, created: bool) -> Anchored:
-    prefix = anchor_prefix(anchor.version) + "pl/"
-    for ref in anchor.payloads:
-        if (found := log.store.size(prefix + ref.sha256)) != ref.size:
-            raise IntegrityError(f"payload {ref.sha256[:12]} of an anchor is short", expected=ref.size, found=found)
+    outcome = log.version(anchor.version).outcome
+    if outcome is None or anchor.digest != outcome.digest:
+        what = f"anchor {anchor.version} does not have the digest of its version"
+        raise IntegrityError(what, expected=outcome.digest if outcome else None, found=anchor.digest)
+    _check_stored(log, anchor.version, anchor.payloads)
     wire = sum(ref.size for ref in anchor.payloads) + sum(file.size for file in anchor.files) + len(anchor.to_bytes())
     return Anchored(anchor.version, created, len(anchor.payloads), log.catalog.dense_bytes, wire)
+
+
+def _check_stored(log: RunLog, version: int, refs: tuple[PayloadRef, ...]) -> None:
+    """Rule (4) of protocol §3.5 holds for anchors, too: a record of short payloads could never be taken back."""
+    prefix = anchor_prefix(version) + "pl/"
+    for ref in refs:
+        if (found := log.store.size(prefix + ref.sha256)) != ref.size:
+            raise IntegrityError(f"payload {ref.sha256[:12]} of an anchor is short", expected=ref.size, found=found)

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 from deltarefit.errors import NotFoundError, UsageError
 from deltarefit.manifest import Hint
+from deltarefit.retention import PINS
 from deltarefit.runlog import HINT, RunLog
 
 
 class AsOf:
-    """``ports.Store`` for reading: later attempts are not there, and the hint names ``version`` and an anchor
-    below it.
+    """``ports.Store`` for reading, and for pins: later attempts are not there, and the hint names ``version`` and an
+    anchor below it.
 
     Raises ``NotFoundError`` if ``version`` is not a version of the run.
     """
@@ -19,9 +20,9 @@ class AsOf:
     def __init__(self, log: RunLog, version: int) -> None:
         self._store = log.store
         self._version = version
-        outcome = log.version(version).outcome
-        known = (outcome.anchor if outcome else 0, log.hint().anchor)
-        self._hint = Hint(version, max(anchor for anchor in (0, *known) if anchor <= version)).to_bytes()
+        log.version(version)
+        known = (anchor.version for anchor, _ in log.anchors(lambda *_: None))
+        self._hint = Hint(version, next((anchor for anchor in known if anchor <= version), 0)).to_bytes()
 
     @property
     def url(self) -> str:
@@ -43,13 +44,17 @@ class AsOf:
         return ((key, size) for key, size in self._store.list(prefix) if not self._is_later(key))
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        raise self._read_only(key)
+        if not key.startswith(PINS):
+            raise self._read_only(key)
+        self._store.put(key, data)  # whoever reads an old version has to keep it, too
 
     def create(self, key: str, data: bytes) -> None:
         raise self._read_only(key)
 
     def delete(self, key: str) -> None:
-        raise self._read_only(key)
+        if not key.startswith(PINS):
+            raise self._read_only(key)
+        self._store.delete(key)
 
     def _check_then(self, key: str) -> None:
         if self._is_later(key):

@@ -15,6 +15,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import safetensors
 import zstandard
 
@@ -112,12 +113,14 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class EncodedDelta:
-    """A delta with its stream names and digest sums, on its way into a payload."""
+    """A delta with its stream names and digest sums, on its way into a payload; those with ``overwrites`` go into payloads
+    of their own."""
 
     delta: Delta
     streams: tuple[str, ...]
     pre: Digest
     post: Digest
+    overwrites: bool = False
 
 
 def _position(rows: Rows, p: int) -> int:
@@ -126,11 +129,13 @@ def _position(rows: Rows, p: int) -> int:
     return offset + p // run * pitch + p % run * step if run else p
 
 
-def encode_delta(piece: Piece, old: Elements, new: Elements, start: int, key: int) -> EncodedDelta | None:
+def encode_delta(
+    piece: Piece, old: Elements, new: Elements, start: int, key: int, kind: int = -1
+) -> EncodedDelta | None:
     """The delta from ``old`` to ``new`` (one shape, the piece's elements from ``start`` on; ``key`` is the tensor's);
-    None if no bit differs."""
+    None if no bit differs. ``kind`` is of its positions; -1: the shortest, which may list what does not differ."""
     operation = SET if piece.overwrite else -1
-    made = _kernel.encode(old, new, piece.origin + start, key, operation=operation, rows=piece.rows)
+    made = _kernel.encode(old, new, piece.origin + start, key, kind=kind, operation=operation, rows=piece.rows)
     return _encoded(piece.tensor, made)
 
 
@@ -143,6 +148,22 @@ def encode_full(piece: Piece, new: Elements, start: int, key: int) -> EncodedDel
     if encoded is None:
         raise ValueError("an empty range has no delta")
     return EncodedDelta(encoded.delta, encoded.streams, Digest(), encoded.post)
+
+
+def encode_overwrite(
+    piece: Piece, old: Elements, new: Elements, index: npt.NDArray[np.int64], start: int, key: int
+) -> EncodedDelta:
+    """A delta that sets elements ``index`` of ``new`` and no others, whether or not they differ from ``old``; arrays as
+    in ``encode_delta``. Its ``pre`` is of ``old``."""
+    other, before = new.copy(), new.copy()
+    other[index] = ~new[index]
+    before[index] = old[index]
+    first, rows, kind = piece.origin + start, piece.rows, ALL if index.size == new.size else GAPS
+    encoded = _encoded(piece.tensor, _kernel.encode(other, new, first, key, kind=kind, operation=SET, rows=rows))
+    if encoded is None:
+        raise ValueError("nothing to overwrite")
+    shift = Digest(*_kernel.digest(new, first, key, rows)) - Digest(*_kernel.digest(before, first, key, rows))
+    return EncodedDelta(encoded.delta, encoded.streams, encoded.post - shift, encoded.post, overwrites=True)
 
 
 def _encoded(tensor: int, result: Any) -> EncodedDelta | None:
@@ -160,6 +181,7 @@ class PayloadBuilder:
 
     encoded: list[EncodedDelta] = field(default_factory=list)
     nbytes: int = 0
+    overwrites: bool = False
 
     def add(self, encoded: EncodedDelta) -> None:
         self.encoded.append(encoded)
@@ -194,6 +216,7 @@ class PayloadBuilder:
             last=rows[-1][0],
             pre=pre,
             post=post,
+            overwrites=self.overwrites,
         )
 
     def _take_streams(self) -> dict[str, list[_Slice]]:
@@ -312,6 +335,8 @@ def _check_table(deltas: Sequence[Delta], ref: PayloadRef, catalog: Catalog, whe
     for one, two in pairwise(deltas):
         if two.order <= one.order:
             raise FormatError(f"{where}: deltas out of order at {catalog.tensors[two.tensor].name}")
+    if ref.overwrites and any(delta.operation != SET for delta in deltas):
+        raise FormatError(f"{where}: a difference among what overwrites")
     if (changed := sum(delta.count for delta in deltas)) != ref.changed:
         raise FormatError(f"{where}: number of changes", expected=ref.changed, found=changed)
     ends = (deltas[0].tensor, deltas[-1].tensor) if deltas else (0, 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from deltarefit.codec import EncodedDelta, encode_delta
@@ -130,11 +130,12 @@ class _Encoder:
         self._first, self._second = first, second
         self._lock = threading.Lock()
 
-    def __call__(self, segment: Segment) -> EncodedDelta | None:
+    def __call__(self, segment: Segment) -> Sequence[EncodedDelta]:
         tensor, start, stop = segment
         old_id, new_id = self._ids[tensor]
         with self._first.read(old_id, start, stop) as old, self._second.read(new_id, start, stop) as new:
-            encoded = encode_delta(self._pieces[tensor], old, new, start, key=0)
+            found = encode_delta(self._pieces[tensor], old, new, start, key=0)
+            encoded = () if found is None else (found,)
             changed = changed_elements(encoded, old, new)
         with self._lock:
             self.changed[tensor] += changed

@@ -7,6 +7,7 @@
     ├── NotFoundError         an object, file, version or tensor is not there          exit 3
     ├── IntegrityError        bytes are not what a record says they are                exit 4
     │   ├── FormatError       bytes do not follow docs/format.md, or exceed a limit    exit 4
+    │   ├── SignatureError    a record is not signed by a key that may sign it         exit 4
     │   └── DigestMismatch    live bits are not the bits of any expected version       exit 4
     ├── BaseMismatch          another run, base version, catalog, dtype or shape       exit 4
     ├── ProtocolError         an event that the state machine does not allow           exit 1
@@ -74,6 +75,11 @@ class IntegrityError(RefitError):
 
 class FormatError(IntegrityError):
     """Bytes do not follow docs/format.md or exceed one of its limits."""
+
+
+class SignatureError(IntegrityError):
+    """A record is not signed, not by a trusted key, not for the place where it stands, or not within what its key may
+    do."""
 
 
 class DigestMismatch(IntegrityError):

@@ -11,7 +11,7 @@ from deltarefit.codec import open_payload
 from deltarefit.compare import TensorChange
 from deltarefit.events import Emit, Event, ignore
 from deltarefit.manifest import Anchor, FileRef, PayloadRef
-from deltarefit.protocol.messages import Attempt
+from deltarefit.protocol.attempts import Attempt
 from deltarefit.records import Record
 from deltarefit.runlog import RunLog, anchor_prefix, payload_prefix
 
@@ -133,7 +133,7 @@ def tensor_changes(log: RunLog, details: VersionDetails, emit: Emit = ignore) ->
     counts = [0] * len(log.catalog.tensors)
     total, done = sum(ref.size for ref in details.payloads), 0
     for ref in details.payloads:
-        for delta in log.fetch(prefix + ref.sha256, partial(open_payload, ref=ref, catalog=log.catalog)):
+        for delta in log.fetch(prefix + ref.sha256, partial(open_payload, ref=ref, catalog=log.catalog), most=ref.size):
             counts[delta.tensor] += delta.count
         done += ref.size
         emit(Event("progress", "fetch", number, done=done, total=total))

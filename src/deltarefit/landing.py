@@ -127,8 +127,10 @@ class Windows:
     def _values(self, ref: PayloadRef) -> bytes | None:
         """The absolute values of a staged payload, or None if the spool does not have them whole."""
         values = self._spool.get(ref.sha256 + VALUES)
+        if values is None:
+            return None
         size = sum(delta.count * delta.width for delta in self._deltas(ref))
-        return values if values is not None and len(values) == size else None
+        return values if len(values) == size else None
 
     def _deltas(self, ref: PayloadRef) -> list[Delta]:
         """A staged payload: from memory, else from the spool, else from the store."""
@@ -162,9 +164,12 @@ class Live:
 
     def stage(self, ref: PayloadRef, data: bytes, deltas: list[Delta]) -> Sums:
         try:
-            return Sums(*self.target.stage(ref, data))
+            sums = Sums(*self.target.stage(ref, data))
         except DigestMismatch:
             return Sums(torn(ref), torn(ref))
+        if sums.pre == ref.pre:  # nothing of it was written: it is as good as staged in time
+            self._late.discard(ref.sha256)
+        return sums
 
     def live(self, ref: PayloadRef) -> Digest:
         try:

@@ -24,6 +24,8 @@ MAX_DELTAS = 1 << 20
 """Most deltas of one payload."""
 MAX_STREAM_BYTES = 1 << 30
 """Most bytes of all streams of one payload after decompression."""
+MAX_FILES_BYTES = 1 << 30
+"""Most bytes of all side files of an anchor; they are held in memory together."""
 
 WIDTHS: dict[str, int] = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
@@ -44,6 +46,8 @@ TORCH_NAMES: dict[str, str] = {
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
+RECEIVER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+"""Names of receivers: one part of a key."""
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 
@@ -127,7 +131,12 @@ class Run(Record):
 
 
 class Mode(str, enum.Enum):
+    """When receivers write (protocol §3.5)."""
+
     STAGE = "stage"
+    """After COMMIT; nothing of an attempt that aborts is ever written."""
+    STREAM = "stream"
+    """On arrival, while they are paused; COMMIT waits for their votes."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +162,9 @@ class PayloadRef(Record):
     """A payload object, named by hash. ``streams`` gives every stream's size after decompression; ``pre`` and
     ``post`` are the digest sums of its positions before and after (protocol §3.3). ``changed`` counts the positions
     that its deltas list; a delta that lists a whole range may list elements that did not change. ``first`` and ``last``
-    are the catalog indices of the tensors of its first and last delta: a reader of others need not fetch it."""
+    are the catalog indices of the tensors of its first and last delta: a reader of others need not fetch it.
+    ``overwrites``: every delta sets absolute values, and the positions may hold anything that failed attempts left
+    there (the union rule, protocol §3.2); ``pre`` is of the base version all the same."""
 
     sha256: str
     size: int
@@ -164,6 +175,7 @@ class PayloadRef(Record):
     last: int
     pre: Digest
     post: Digest
+    overwrites: bool = False
 
     def __post_init__(self) -> None:
         _require(bool(_SHA256.fullmatch(self.sha256)), "payload name is not a SHA-256")
@@ -210,6 +222,61 @@ class ProducerManifest(Record):
         return sum((p.post - p.pre for p in self.payloads), Digest())
 
 
+@dataclass(frozen=True)
+class Batch(Record):
+    """Create-once ``a/<n>/b/<p>/<k>``: payloads that producer ``p`` has put into the store, in mode stream, before its
+    manifest. Numbered from 0 without a gap; ``end``: none follows. Whoever opens the next attempt ends the lists of
+    those that were aborted, with a batch of its own nonce and no payloads, so that what may have been written is known
+    for good."""
+
+    run: str
+    attempt: int
+    producer: int
+    number: int
+    payloads: tuple[PayloadRef, ...]
+    end: bool
+    nonce: str
+
+
+class Held(str, enum.Enum):
+    """What a receiver votes."""
+
+    STAGED = "STAGED"
+    """All payloads are verified beside the weights; they apply to the live bits."""
+    APPLIED = "APPLIED"
+    """The live bits are those of the attempt."""
+    REFUSED = "REFUSED"
+
+
+@dataclass(frozen=True)
+class Vote(Record):
+    """``a/<n>/v/<receiver>``: what a receiver has of an attempt. Policy only: no vote makes an attempt safe, and none
+    that is lost makes it unsafe. ``manifests`` are the hashes of the manifests it speaks of."""
+
+    run: str
+    attempt: int
+    receiver: str
+    incarnation: str
+    held: Held
+    manifests: tuple[str, ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Member(Record):
+    """Replaceable ``member/<receiver>``: a receiver that follows. ``beat`` counts up while it lives; nobody compares
+    clocks. ``version`` is what it holds."""
+
+    run: str
+    receiver: str
+    incarnation: str
+    beat: int
+    version: int
+
+    def __post_init__(self) -> None:
+        _require(bool(RECEIVER.fullmatch(self.receiver)), "bad name of a receiver")
+
+
 class Decision(str, enum.Enum):
     COMMIT = "COMMIT"
     ABORT = "ABORT"
@@ -220,8 +287,8 @@ class Outcome(Record):
     """Create-once ``a/<n>/outcome``: the joint commit, or the end of a failed attempt. First writer wins.
 
     ``manifests`` are the SHA-256 of the producer manifests' bytes, in order; ``digest`` the digest of the new version;
-    ``anchor`` the newest anchor that the writer knows (0: none). ``members`` and ``evicted`` are reserved
-    for vote policies (docs/format.md §2). An ABORT has a ``reason`` and otherwise zeros.
+    ``anchor`` the newest anchor that the writer knows (0: none). ``members`` are the receivers whose votes were
+    counted, ``evicted`` others that were there. An ABORT has a ``reason`` and otherwise zeros.
     """
 
     run: str
@@ -252,6 +319,7 @@ class FileRef(Record):
     def __post_init__(self) -> None:
         _require(bool(_FILE.fullmatch(self.name)), f"unsafe file name {self.name[:80]!r}")
         _require(bool(_SHA256.fullmatch(self.sha256)), "file hash is not a SHA-256")
+        _require(self.size <= MAX_PAYLOAD_BYTES, f"side file {self.name!r} of {self.size} bytes")
 
 
 @dataclass(frozen=True)
@@ -263,6 +331,9 @@ class Anchor(Record):
     digest: Digest
     payloads: tuple[PayloadRef, ...]
     files: tuple[FileRef, ...]
+
+    def __post_init__(self) -> None:
+        _require(sum(file.size for file in self.files) <= MAX_FILES_BYTES, "side files are too large")
 
 
 @dataclass(frozen=True)
@@ -279,7 +350,8 @@ class State(str, enum.Enum):
     CLEAN = "CLEAN"
     """Holds exactly the bits of ``version``."""
     DIRTY = "DIRTY"
-    """Between ``version`` and ``target``: some payloads of ``target`` may be written, one may be torn."""
+    """Between ``version`` and ``target``: some payloads of ``target`` may be written, one may be torn; in mode stream,
+    of every attempt between the two."""
 
 
 @dataclass(frozen=True)

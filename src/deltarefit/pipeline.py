@@ -35,7 +35,7 @@ ENCODE_AHEAD = 4
 UPLOADS = 4
 """Payloads being compressed or uploaded at a time."""
 
-EncodeSegment = Callable[[Segment], EncodedDelta | None]
+EncodeSegment = Callable[[Segment], Sequence[EncodedDelta]]
 Extents = Sequence[tuple[int, int]]
 """(elements, element width in bytes) of the arrays that segments are cut from."""
 
@@ -50,6 +50,8 @@ class Upload:
     ahead_bytes: int = AHEAD_BYTES
     stored: Callable[[], None] = lambda: None
     """Called whenever the store has taken a payload; what it raises ends the upload."""
+    announce: Callable[[PayloadRef], None] = lambda ref: None
+    """Called with each payload in order, once the store has it and all before it; what it raises ends the upload."""
 
 
 def extents_of(catalog: Catalog) -> Extents:
@@ -84,7 +86,8 @@ def upload_segments(
         encoded = _ahead(encoders, fuse.guard(encode), segments, threads + ENCODE_AHEAD)
         seal = fuse.guard(partial(_seal, upload=upload))
         try:
-            return tuple(_uploaded(uploaders, seal, _fill(encoded, upload.payload_bytes), upload.ahead_bytes, taken))
+            refs = _uploaded(uploaders, seal, _fill(encoded, upload.payload_bytes), upload.ahead_bytes, taken)
+            return tuple(_announced(refs, upload))
         except BaseException as error:
             if (first := fuse.blow(error)) is error:
                 raise
@@ -129,17 +132,23 @@ def _ahead(pool: Executor, work: Callable[[T], U], items: Iterable[T], ahead: in
         yield waiting.popleft().result()
 
 
-def _fill(encoded: Iterable[EncodedDelta | None], payload_bytes: int) -> Iterator[PayloadBuilder]:
-    builder = PayloadBuilder()
-    for delta in encoded:
-        if delta is None:
-            continue
-        builder.add(delta)
-        if builder.nbytes >= payload_bytes:
-            yield builder
-            builder = PayloadBuilder()
-    if builder.rows:
-        yield builder
+def _fill(encoded: Iterable[Sequence[EncodedDelta]], payload_bytes: int) -> Iterator[PayloadBuilder]:
+    """Payloads of deltas that overwrite, and payloads of the others."""
+    builders: dict[bool, PayloadBuilder] = {}
+    for deltas in encoded:
+        for delta in deltas:
+            kind = delta.overwrites
+            builder = builders.setdefault(kind, PayloadBuilder(overwrites=kind))
+            builder.add(delta)
+            if builder.nbytes >= payload_bytes:
+                yield builders.pop(kind)
+    yield from builders.values()
+
+
+def _announced(refs: Iterable[PayloadRef], upload: Upload) -> Iterator[PayloadRef]:
+    for ref in refs:
+        upload.announce(ref)
+        yield ref
 
 
 def _uploaded(

@@ -13,26 +13,30 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deltarefit import runtime
 from deltarefit.errors import AttemptLostError, IntegrityError, UnavailableError, UsageError
 from deltarefit.events import Emit, Event, ignore
-from deltarefit.manifest import Intent, Outcome, ProducerManifest
+from deltarefit.manifest import Intent, Mode, Outcome, ProducerManifest
+from deltarefit.notary import Notary
 from deltarefit.pieces import whole
 from deltarefit.pipeline import AHEAD_BYTES, MOST_PAYLOAD_BYTES, PAYLOAD_BYTES
 from deltarefit.ports import Baseline, Source, Store, Target
 from deltarefit.protocol import coordinator, producer
-from deltarefit.protocol.messages import new_digest
+from deltarefit.protocol.attempts import new_digest
 from deltarefit.publishing.driving import Driver, lost
 from deltarefit.publishing.meeting import meet
+from deltarefit.publishing.polling import Roll, policy_of
 from deltarefit.publishing.shard_baseline import ShardBaseline
 from deltarefit.publishing.shards import FileBits, MemoryBits
 from deltarefit.publishing.share import Options, Share
 from deltarefit.publishing.target_baseline import TargetBaseline
 from deltarefit.publishing.trainers import Closing, Report, Trainers
 from deltarefit.recent import RecentPayloads
+from deltarefit.signing import Signer
+from deltarefit.trust import Trust
 
 DEADLINE_S = 300.0
 MOST_THREADS = 4
@@ -80,6 +84,14 @@ class Publisher:
     and changes lead exactly there. A rank that is silent for ``deadline_s`` seconds ends the attempt for all.
     ``threads`` encode; None: one per CPU, at most ``MOST_THREADS``. Beside the baseline, a publish then holds less than
     512 MiB however large the model is.
+
+    In ``mode`` "stage" receivers write after COMMIT, in "stream" on arrival, while they are paused: less memory and
+    latency, and longer pauses. ``votes``: before COMMIT "all" receivers that follow must hold the version, or so many,
+    or "none" need be asked; fewer than ``min_receivers`` commit nothing. One that is silent delays a commit by
+    ``polling.SILENCE_S``, one that is slow by ``deadline_s``; they catch up from the log.
+
+    ``sign`` signs every record that this rank writes; ``trust`` has it read only
+    what those keys signed, and commit only what receivers with the same keys will take (docs/security.md).
     """
 
     def __init__(
@@ -93,7 +105,12 @@ class Publisher:
         ahead_bytes: int = AHEAD_BYTES,
         prove: bool = True,
         deadline_s: float = DEADLINE_S,
+        mode: Mode | str = Mode.STAGE,
+        votes: str | int = "all",
+        min_receivers: int = 0,
         emit: Emit = ignore,
+        sign: Signer | None = None,
+        trust: Trust | None = None,
     ) -> None:
         _check_ends(store, source)
         if not 0 < payload_bytes <= MOST_PAYLOAD_BYTES:
@@ -102,8 +119,10 @@ class Publisher:
             found = f"deadline_s={deadline_s}, threads={threads}"
             raise UsageError("deadline_s or threads", expected="numbers above 0", found=found)
         self._emit = emit
+        self._mode, self._policy = _mode(mode), policy_of(votes, min_receivers)
         self._trainers = Trainers(source.exchange, deadline_s)
-        self.log = meet(store, source, self._trainers)
+        self.log = meet(store, source, self._trainers, Notary(sign, trust))
+        self._roll = Roll(self.log)
         self._recent = RecentPayloads(store)
         options = Options(threads or min(os.cpu_count() or 1, MOST_THREADS), payload_bytes, ahead_bytes, prove)
         self._baseline = self._open_baseline(baseline, source, options.threads)
@@ -179,7 +198,7 @@ class Publisher:
                 held.pop_all().close()
                 taken()
 
-            driver = Driver(self.log, self._trainers, self._share, release)
+            driver = Driver(self.log, self._trainers, self._share, release, self._roll, self._policy)
             take_part = self._join if self._trainers.rank else self._coordinate
             commit, closing = take_part(driver, step, held)
         own = driver.reports[0].manifest
@@ -247,13 +266,11 @@ class Publisher:
         return None
 
     def _new_coordinator(self) -> coordinator.Coordinator:
-        head, nonce, size = self.log.head(), runtime.token(), self._trainers.size
+        head, polls = self.log.head(), self._policy is not None
+        new = coordinator.Coordinator(self.log.run, runtime.token(), self._trainers.size, self._mode, polls)
         if head is None or head.outcome is None:
-            return coordinator.Coordinator(self.log.run, nonce, size)
-        digest = head.outcome.digest
-        return coordinator.Coordinator(
-            self.log.run, nonce, size, number=head.number + 1, base=head.number, digest=digest
-        )
+            return new
+        return replace(new, number=head.number + 1, base=head.number, digest=head.outcome.digest)
 
     # ------------------------------------------------------------------------------------ baseline
 
@@ -272,7 +289,7 @@ class Publisher:
                 "a target cannot be the baseline of a source that owns parts of tensors",
                 next_step="Give a directory, or no baseline at all to keep it in memory.",
             )
-        return TargetBaseline(self._recent, given, threads, self._tell)
+        return TargetBaseline(self._recent, given, threads, self._tell, self.log.notary.trust)
 
     def _move_baseline(self, own: ProducerManifest) -> None:
         if own.base == 0:
@@ -335,6 +352,13 @@ def _check_ends(store: object, source: object) -> None:
     if not all(hasattr(type(source), name) or hasattr(source, name) for name in ("catalog", "pieces", "exchange")):
         found, step = type(source).__name__, "Wrap the model: FsdpSource(model), StateDictSource(tensors), ..."
         raise UsageError("the source is no source", found=found, next_step=step)
+
+
+def _mode(mode: Mode | str) -> Mode:
+    try:
+        return Mode(mode)
+    except ValueError as error:
+        raise UsageError("mode", expected=[one.value for one in Mode], found=repr(mode)[:80]) from error
 
 
 def _step_number(step: int) -> int:

@@ -10,24 +10,33 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from deltarefit import runtime
-from deltarefit.anchors import load_anchor
+from deltarefit.anchors import AnchorSearch, check_loaded, load_anchor
+from deltarefit.attendance import Attendance
 from deltarefit.errors import BaseMismatch, IntegrityError, NotFoundError, UnavailableError
 from deltarefit.events import Emit, Event, ignore
 from deltarefit.manifest import Anchor, Header, State
+from deltarefit.notary import Notary
+from deltarefit.pins import CatchUpPin
 from deltarefit.ports import LiveTarget, Store, Target
 from deltarefit.protocol import messages as m
+from deltarefit.protocol.attempts import Attempt
 from deltarefit.protocol.follower import Follower, Phase
 from deltarefit.runlog import RunLog
 from deltarefit.staging import Staging
+from deltarefit.trust import Trust
 
 T = TypeVar("T")
 STOPS = (m.ReadAttempt, m.AwaitAttempt, m.FindAnchor, m.LoadAnchor, m.Stage)
 """Actions before which ``follow`` may stop: never between a pause and its resume, unless there is nothing to use."""
 IN_PAUSE = ("quiesce", "seed", "write", "verify")
 """Phases of a refit that users of the weights wait for, before CLEAN; ``resume`` and what the target reports follow."""
+STREAM_POLL_S = 0.1
+"""Longest wait between looks at the log while an attempt is being written on arrival."""
 WATCH_S = 1.0
 """Between looks whether a live target is still there, while there is nothing to do."""
 
@@ -38,7 +47,8 @@ class Receiver:
     ``poll_s`` is the wait between looks at the log. ``prove`` has the whole target read once at the start, and taken
     for lost if its bits are not those that its header claims. A target that holds weights of another run is refused,
     untouched, unless ``switch_run`` says that they may be replaced. So is a live target without a header whose bits
-    are neither a version of the run nor the checkpoint that it was started from.
+    are neither a version of the run nor the checkpoint that it was started from. With ``trust``, records that none of
+    its keys signed, or may have signed, are refused before they are parsed (``SignatureError``).
     """
 
     def __init__(
@@ -51,15 +61,21 @@ class Receiver:
         poll_s: float = 1.0,
         prove: bool = True,
         switch_run: bool = False,
+        trust: Trust | None = None,
+        name: str = "",
     ) -> None:
-        self.log = RunLog.open(store)
+        self.log = RunLog.open(store, Notary(trust=trust))
         self.target = target
         self.poll_s = poll_s
         self.prove = prove
         self._switch_run = switch_run
         self._emit = emit
+        self._attendance = Attendance(self.log, name or runtime.token()[:16], emit)
+        self._attends = False
+        self._pin = CatchUpPin(self.log, "receiver", emit)
+        self._search = AnchorSearch(self.log, self._pin, emit)
         self._pool = runtime.executor(threads or os.cpu_count() or 1, "refit")
-        self._staging = Staging(self.log, target, self._pool, emit)
+        self._staging = Staging(self.log, target, self._pool, self._hear)
         self._stop: Callable[[], bool] = lambda: False
         self._machine = self._new_machine()
         self._started = False
@@ -81,7 +97,8 @@ class Receiver:
         for what no retry cures, ``UnavailableError`` where calling again may help. After any of them the target is as
         recoverable as after a crash, and calling again goes on.
         """
-        self._stop = stop
+        self._stop, self._attends = stop, not once
+        self._machine = replace(self._machine, streams=self._attends)
         try:
             self._begin()
             while self._queue and not (isinstance(self._queue[0], STOPS) and stop()):
@@ -94,6 +111,11 @@ class Receiver:
         except BaseException:
             self.restart()
             raise
+        finally:
+            self._leave()
+        if once and self._machine.target:
+            what = f"attempt {self._machine.target} is partly written, and undecided or without a successor"
+            raise UnavailableError(what, next_step="Publish again; then run this again.")
         if once and self._machine.phase is Phase.LOST and not stop():
             raise NotFoundError("nothing to start from: the run has no committed version with an anchor")
         return self.version
@@ -117,8 +139,13 @@ class Receiver:
                 raise
             # Its weights are gone, or out of reach: nothing to resume, and what led here says more.
 
+    def _leave(self) -> None:
+        if self._attends:
+            self._attendance.leave()
+
     def close(self) -> None:
-        """Let go of the threads. The target is left as it is."""
+        """Let go of the threads and of what is pinned. The target is left as it is."""
+        self._pin.release()
         self._pool.shutdown(cancel_futures=True)
 
     # ------------------------------------------------------------------------------------ driving
@@ -139,12 +166,19 @@ class Receiver:
     def _feed(self, event: m.Event) -> None:
         before = self._machine
         after, actions = before.on(event)
-        if after.phase is Phase.LOST and before.phase not in (Phase.BOOT, Phase.LOST) and event != m.NotStaged():
+        if isinstance(event, m.AttemptRead) and before.is_pruned(event.attempt):
+            text = f"what follows version {before.version} was pruned: starting from an anchor after it"
+            self._say("pruned", version=event.attempt.number, text=text)
+            self._search.above = before.version
+        elif after.phase is Phase.LOST and before.phase not in (Phase.BOOT, Phase.LOST) and event != m.NotStaged():
             self._refuse_twice(before)
             text = "live bits are of no known version: starting from an anchor"
             self._say("diverged", version=before.version, text=text)
         self._machine = after
         self._queue.extend(actions)
+        if after.phase is not Phase.LOST and any(isinstance(action, m.AwaitAttempt) for action in actions):
+            self._pin.release()  # nothing is left to catch up with
+            self._search.forget()
 
     def _refuse_twice(self, before: Follower) -> None:
         """Bits that come from an anchor are right: if the same version diverges again, the log is wrong, and a third
@@ -214,6 +248,10 @@ class Receiver:
         self._say("adopted", version=version.attempt)
         return header
 
+    def _beat(self) -> None:
+        if self._attends:
+            self._attendance.beat(self.version)
+
     def _say(self, type_: str, phase: str = "", version: int = 0, **rest: object) -> None:
         self._emit(Event(type_, phase, version, **rest))  # type: ignore[arg-type]
 
@@ -237,8 +275,10 @@ class Receiver:
         return m.AttemptRead(self.log.attempt(action.number))
 
     def _do_AwaitAttempt(self, action: m.AwaitAttempt) -> m.Event:  # noqa: N802
-        deadline = runtime.now() + self.poll_s
+        streaming = self._machine.phase is Phase.STREAMING  # generation stands still meanwhile
+        deadline = runtime.now() + (min(self.poll_s, STREAM_POLL_S) if streaming else self.poll_s)
         while True:
+            self._beat()
             if isinstance(self.target, LiveTarget):
                 self.target.watch()
             watch_at = runtime.now() + WATCH_S
@@ -249,18 +289,25 @@ class Receiver:
         return m.AttemptRead(self.log.attempt(action.number))
 
     def _do_FindAnchor(self, action: m.FindAnchor) -> m.Event:  # noqa: N802
-        found = self.log.newest_anchor()
+        found = self._search.start()
         if found is None or found[1].outcome is None:
             return m.NoAnchor()
         return m.AnchorFound(found[0], found[1].outcome.digest)
 
     def _do_LoadAnchor(self, action: m.LoadAnchor) -> m.Event:  # noqa: N802
         anchor = action.anchor
-        self._timed("seed", anchor.version, lambda: self._load(anchor))
-        return m.AnchorLoaded(self._staging.landing.digest())
+        try:
+            self._timed("seed", anchor.version, lambda: self._load(anchor))
+            digest = self._staging.landing.digest()
+            check_loaded(anchor, digest)
+        except (IntegrityError, NotFoundError) as error:
+            if not self._search.failed(anchor, error):
+                raise
+            return m.NotStaged()
+        return m.AnchorLoaded(digest)
 
     def _load(self, anchor: Anchor) -> None:
-        load_anchor(self.log, anchor, self.target, self._staging.landing, self._emit)
+        load_anchor(self.log, anchor, self.target, self._staging.landing, self._hear)
 
     def _do_FinishSeed(self, action: m.FinishSeed) -> None:  # noqa: N802
         self.target.finish_seed()
@@ -292,29 +339,48 @@ class Receiver:
         self._staging.drop()
 
     def _do_Stage(self, action: m.Stage) -> m.Event:  # noqa: N802
+        self._keep_chain(action.attempt)
         try:
-            return m.Staged(self._timed("stage", action.attempt.number, lambda: self._staging.stage(action.attempt)))
+            stage = partial(self._staging.stage, action.attempt, action.refs)
+            return m.Staged(self._timed("stage", action.attempt.number, stage))
         except (IntegrityError, NotFoundError) as error:
-            found = self.log.newest_anchor()
-            if found is None or found[0].version <= self.version:
+            anchor = self._search.past(self.version)
+            if anchor is None:
                 raise
-            self._say(
-                "skipped", version=action.attempt.number, text=f"{error} Going on from anchor {found[0].version}."
-            )
+            self._say("skipped", version=action.attempt.number, text=f"{error} Going on from anchor {anchor.version}.")
             return m.NotStaged()
 
+    def _keep_chain(self, attempt: Attempt) -> None:
+        """A receiver that lags keeps the chain before it. One that is only a version behind is done before any grace
+        is over, and stays out of the store's way."""
+        if attempt.committed and self.log.hint().head > attempt.number:
+            self._pin.hold(self.version)
+
+    def _hear(self, event: Event) -> None:
+        self._pin.hear(event)
+        self._emit(event)
+
+    def _do_CastVote(self, action: m.CastVote) -> None:  # noqa: N802
+        if self._attends:
+            self._attendance.vote(action.attempt, action.held)
+
     def _do_Classify(self, action: m.Classify) -> m.Event:  # noqa: N802
-        return m.Classified(self._staging.live(action.attempt))
+        live = self._staging.live(action.attempt, action.refs)
+        return m.Classified(live, self._staging.kept(action.attempt, action.refs))
+
+    def _do_Prove(self, action: m.Prove) -> m.Event:  # noqa: N802
+        return m.Proven(self._staging.landing.digest())
 
     def _do_Write(self, action: m.Write) -> m.Event:  # noqa: N802
-        attempt = action.attempt
-        if not self._staging.can_write(attempt, action.ops):
+        attempt, refs = action.attempt, action.refs
+        torn = tuple(ref for ref, op in zip(refs, action.ops, strict=True) if op is m.Op.SET)
+        if not all(self._staging.kept(attempt, torn)):
             return m.ValuesLost()
         try:
-            self._timed("write", attempt.number, lambda: self._staging.write(attempt, action.ops))
+            self._timed("write", attempt.number, lambda: self._staging.write(attempt, refs, action.ops))
         except IntegrityError as error:
             if not isinstance(self.target, LiveTarget):
                 raise
             self._say("torn", version=attempt.number, text=str(error))  # a rank holds neither old nor new bits
             return m.ValuesLost()
-        return m.Written(self._timed("verify", attempt.number, lambda: self._staging.live(attempt)))
+        return m.Written(self._timed("verify", attempt.number, lambda: self._staging.live(attempt, refs)))

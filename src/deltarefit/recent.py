@@ -35,7 +35,7 @@ class RecentPayloads:
         self._store.create(key, data)
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        if start == 0 and length is None and (data := self._recent.get(key)) is not None:
+        if start == 0 and (data := self._recent.get(key)) is not None and len(data) <= (length or len(data)):
             return data
         return self._store.get(key, start, length)
 

@@ -22,6 +22,7 @@ from deltarefit.errors import FormatError
 
 FORMAT = "deltarefit/1"
 MAX_RECORD_BYTES = 256 << 20
+MAX_SIGNATURE_BYTES = 512
 MAX_STRING = 4096
 _UINT64 = 1 << 64
 
@@ -83,6 +84,18 @@ class Record:
     def content_hash(self) -> str:
         """Hash of the record's bytes, by which other records name it."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
+
+
+def split_signature(data: bytes, where: str) -> tuple[bytes, bytes]:
+    """The canonical bytes of a record as they are stored, and the signature line that follows them (empty: none).
+    Nothing is parsed; ``FormatError`` for what cannot be a record with one signature."""
+    end = data.find(b"\n") + 66
+    if end < 67 or len(data) < end:
+        raise FormatError(f"{where}: truncated or not a record", found=f"{len(data)} bytes")
+    line = data[end:]
+    if line and (len(line) > MAX_SIGNATURE_BYTES or line.find(b"\n") != len(line) - 1):
+        raise FormatError(f"{where}: more than a record and one signature", found=f"{len(line)} more bytes")
+    return data[:end], line
 
 
 def _checked_body(data: bytes, where: str) -> dict[str, Any]:

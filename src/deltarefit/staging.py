@@ -16,9 +16,12 @@ from deltarefit.events import Emit, Event
 from deltarefit.landing import landing_on
 from deltarefit.manifest import PayloadRef
 from deltarefit.ports import LiveTarget, Target
-from deltarefit.protocol.messages import Attempt, Op, Sums
+from deltarefit.protocol.attempts import Attempt
+from deltarefit.protocol.messages import Op, Sums
 from deltarefit.records import Digest
 from deltarefit.runlog import RunLog, payload_prefix
+
+Refs = tuple[PayloadRef, ...]
 
 
 class Staging:
@@ -29,9 +32,9 @@ class Staging:
         self.landing = landing_on(target, log, pool, self._again)
         self._attempt = 0
 
-    def stage(self, attempt: Attempt) -> tuple[Sums, ...]:
-        """All payloads kept beside the weights; per payload the sums of the live bits now and as they will be."""
-        self._attempt, refs = attempt.number, attempt.payloads
+    def stage(self, attempt: Attempt, refs: Refs) -> tuple[Sums, ...]:
+        """Payloads kept beside the weights; of each the sums of the live bits now and as they will be."""
+        self._attempt = attempt.number
         total, sums = sum(ref.size for ref in refs), []
         for number, ref in enumerate(refs, 1):
             runtime.point("payload stage")
@@ -40,21 +43,20 @@ class Staging:
             self._emit(Event("progress", "stage", attempt.number, done=done, total=total))
         return tuple(sums)
 
-    def live(self, attempt: Attempt) -> tuple[Digest, ...]:
+    def live(self, attempt: Attempt, refs: Refs) -> tuple[Digest, ...]:
         """Per payload the sums of the live bits at its positions."""
         self._attempt = attempt.number
-        return tuple(self.landing.live(ref) for ref in attempt.payloads)
+        return tuple(self.landing.live(ref) for ref in refs)
 
-    def can_write(self, attempt: Attempt, ops: Sequence[Op]) -> bool:
-        """Whether the absolute values of every payload that must be set are still kept."""
+    def kept(self, attempt: Attempt, refs: Refs) -> tuple[bool, ...]:
+        """Whether the absolute values of each payload are kept beside the weights."""
         self._attempt = attempt.number
-        pairs = zip(attempt.payloads, ops, strict=True)
-        return all(op is not Op.SET or self.landing.can_set(ref) for ref, op in pairs)
+        return tuple(self.landing.can_set(ref) for ref in refs)
 
-    def write(self, attempt: Attempt, ops: Sequence[Op]) -> None:
+    def write(self, attempt: Attempt, refs: Refs, ops: Sequence[Op]) -> None:
         """Apply, skip or set each payload; all of it is durable on return."""
         self._attempt = attempt.number
-        for ref, op in zip(attempt.payloads, ops, strict=True):
+        for ref, op in zip(refs, ops, strict=True):
             if op is Op.SET:
                 self._say("torn", f"payload {ref.sha256[:12]} was torn: setting absolute values")
             runtime.point("payload write")
@@ -86,6 +88,7 @@ class Staging:
                 key,
                 lambda data: (data, self.landing.opened(ref, data)),
                 lambda error: self._say("refetch", f"fetching again for version {attempt}: {error.what}"),
+                most=ref.size,
             )
         except NotFoundError as error:
             raise IntegrityError(f"version {attempt} has lost a payload", expected=key, next_step=step) from error

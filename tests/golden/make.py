@@ -7,6 +7,7 @@ the oracle's. Compressed bytes may differ between versions of zstd, so a payload
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ from deltarefit.codec import PayloadBuilder
 from deltarefit.digest import tensor_key
 from deltarefit.manifest import (
     Anchor,
+    Batch,
     Catalog,
     Decision,
     FileRef,
     Header,
+    Held,
     Hint,
     Intent,
+    Member,
     Mode,
     Outcome,
     PayloadRef,
@@ -30,6 +34,7 @@ from deltarefit.manifest import (
     Run,
     State,
     TensorEntry,
+    Vote,
 )
 from deltarefit.records import Digest, Record
 from tests import oracle
@@ -127,6 +132,15 @@ RECORDS: dict[str, Record] = {
     "commit of two": Outcome(RUN, 12, Decision.COMMIT, 9, Digest(7, 17), (SHA, "a5" * 32), 1, "ab" * 16),
     "abort": Outcome(RUN, 12, Decision.ABORT, 9, Digest(), (), 0, "cd" * 16, "no space left: é\n\u2028"),
     "anchor": Anchor(RUN, 12, Digest(5, 6), (REF,), (FileRef("config.json", SHA, 99),)),
+    "intent of a stream": Intent(RUN, 12, 9, Digest(3, 4), Mode.STREAM, "ab" * 16),
+    "batch": Batch(RUN, 12, 0, 3, (REF, replace(REF, overwrites=True)), False, "ab" * 16),
+    "end of a list": Batch(RUN, 12, 0, 4, (), True, "cd" * 16),
+    "vote": Vote(RUN, 12, "node-7", "0123456789abcdef", Held.APPLIED, (SHA,)),
+    "refusal": Vote(RUN, 12, "node-8", "0123456789abcdef", Held.REFUSED, (SHA,), "no space left"),
+    "member": Member(RUN, "node-7", "0123456789abcdef", 41, 9),
+    "commit with votes": Outcome(
+        RUN, 12, Decision.COMMIT, 9, Digest(5, 6), (SHA,), 1, "ab" * 16, "", ("node-7",), ("node-8",)
+    ),
     "hint": Hint(12, 1),
     "header": Header(RUN, SHA, State.DIRTY, 9, 12, Digest(3, 4), 0, "0123456789abcdef"),
 }

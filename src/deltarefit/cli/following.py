@@ -11,12 +11,14 @@ from typing import Any
 
 from deltarefit.cli import options, words
 from deltarefit.cli.engines import Engine, engine_at, held, sole_follower, target_at
+from deltarefit.cli.keys import notary
 from deltarefit.cli.output import Output
 from deltarefit.cli.patience import DIRECTORY, ENGINE, Patience, Stop
 from deltarefit.cli.verbs import Call, app, verb
 from deltarefit.errors import IntegrityError, NotFoundError, UnavailableError, UsageError
 from deltarefit.events import Emit, Event
 from deltarefit.manifest import State
+from deltarefit.notary import Notary
 from deltarefit.ports import Store
 from deltarefit.receiver import Receiver
 from deltarefit.runlog import RUN, RunLog
@@ -39,6 +41,7 @@ def follow(
     in_flight: options.InFlight = None,
     ready: options.Ready = None,
     scrub: options.Scrub = None,
+    trust: options.Trust = None,
 ) -> int:
     """Keep a checkpoint directory, or a serving engine, at the newest version of a run.
 
@@ -62,7 +65,7 @@ def follow(
         raise UsageError("what to keep is not clear", expected="one of --into, --vllm and --sglang", found=found)
     if engine is None and (in_flight or ready or scrub):
         raise UsageError("--in-flight, --ready and --scrub need an engine", next_step="Give --vllm or --sglang.")
-    how = {"poll_s": poll, "prove": not no_prove, "switch_run": switch_run}
+    how = {"poll_s": poll, "prove": not no_prove, "switch_run": switch_run, "trust": notary(trust).trust}
     with Stop() as stop, call.out.progress() as bars:
         patience = Patience(call.out, stop, DIRECTORY if engine is None else ENGINE, endless=not once)
         errand = _Errand(call, store, once, how, stop, patience, Report(call.out, bars, patience))
@@ -146,7 +149,7 @@ class _Errand:
         for."""
         try:
             objects = self.call.remote.existing(self.store)
-            RunLog.open(objects)
+            RunLog.open(objects, Notary(trust=self.how["trust"]))
             return objects
         except NotFoundError as error:
             if not self.patience.endless:

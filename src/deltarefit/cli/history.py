@@ -6,22 +6,23 @@ from collections import deque
 from dataclasses import asdict
 
 from deltarefit.cli import options, words
+from deltarefit.cli.keys import notary
 from deltarefit.cli.output import Output, columns
 from deltarefit.cli.verbs import Call, app, verb
 from deltarefit.errors import NotFoundError, UsageError
 from deltarefit.inspection import Row, VersionDetails, inspect_version, row, tensor_changes
-from deltarefit.protocol.messages import Attempt
+from deltarefit.protocol.attempts import Attempt
 from deltarefit.runlog import RunLog
 
 
 @verb(app, "log")
-def log(call: Call, store: options.Store, attempts: options.Attempts = 20) -> None:
+def log(call: Call, store: options.Store, attempts: options.Attempts = 20, trust: options.Trust = None) -> None:
     """List the attempts of a run, newest last.
 
     A committed attempt is the version of its number. An aborted one left nothing behind; an open one is being
     published, or its publisher died and the next publish will close it. Sizes are in MB (1,000,000 bytes).
     """
-    run = RunLog.open(call.remote.existing(store))
+    run = RunLog.open(call.remote.existing(store), notary(trust))
     anchors = {run.hint().anchor}
     rows = [row(run, attempt, anchors) for attempt in _newest(run, attempts)]
     table = columns(
@@ -69,12 +70,18 @@ def _cells(entry: Row) -> tuple[str, ...]:
 
 
 @verb(app, "show")
-def show(call: Call, store: options.Store, version: options.Version = "head", tensors: options.Tensors = False) -> None:
+def show(
+    call: Call,
+    store: options.Store,
+    version: options.Version = "head",
+    tensors: options.Tensors = False,
+    trust: options.Trust = None,
+) -> None:
     """Show one version in detail: its base, digests, and payloads.
 
     Streams are the parts of a payload before compression: positions (gaps, runs) and values by bit width.
     """
-    run = RunLog.open(call.remote.existing(store))
+    run = RunLog.open(call.remote.existing(store), notary(trust))
     number = _number(run, version)
     details = inspect_version(run, number)
     with call.out.progress() as bars:

@@ -9,7 +9,8 @@ import typer
 
 from deltarefit.pipeline import MOST_PAYLOAD_BYTES, PAYLOAD_BYTES
 
-_OUTPUT, _ACCESS, _ENGINE = "Output", "Store access", "Serving engines"
+_OUTPUT, _ACCESS, _ENGINE, _KEYS = "Output", "Store access", "Serving engines", "Signatures"
+_ADVICE = "Advice"
 _STORE_HELP = (
     "Where the run lives: a directory, file:///dir, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix."
 )
@@ -172,6 +173,92 @@ Cache = Annotated[
         show_default=False,
     ),
 ]
+
+KeyDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go.", show_default=False)]
+KeyKind = Annotated[
+    str,
+    typer.Option(
+        "--kind",
+        metavar="KIND",
+        help="ed25519, whose trust file holds nothing secret, or hmac, where trainer and receivers share one secret.",
+    ),
+]
+KeyName = Annotated[str, typer.Option("--name", metavar="ID", help="The key's name, by which trust files know it.")]
+Sign = Annotated[
+    Path | None,
+    typer.Option(
+        "--sign",
+        metavar="KEYFILE",
+        help="Sign what is written with this key, made by `keygen`. A run is signed from its first record on, or not.",
+        show_default=False,
+        rich_help_panel=_KEYS,
+    ),
+]
+Trust = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--trust",
+        metavar="FILE",
+        help="Believe only records that a key of this trust file signed. May be given several times.",
+        show_default="records are not verified",
+        rich_help_panel=_KEYS,
+    ),
+]
+
+Within = Annotated[
+    Path | None,
+    typer.Option(
+        "--in",
+        metavar="DIR",
+        help="Put the version together in a temporary directory there, which needs room for the model.",
+        show_default="in memory",
+    ),
+]
+Advise = Annotated[bool, typer.Option("--advise", help="Only say how often an anchor pays.", rich_help_panel=_ADVICE)]
+JoinsPerVersion = Annotated[
+    float,
+    typer.Option(
+        "--joins-per-version",
+        metavar="X",
+        help="Receivers that start or restart while one version is the newest.",
+        rich_help_panel=_ADVICE,
+    ),
+]
+RecoveryS = Annotated[
+    float,
+    typer.Option(
+        "--recovery-s",
+        metavar="S",
+        min=0,
+        help="Longest time in which a new receiver must be able to fetch anchor and chain; needs --bandwidth.",
+        show_default="no bound",
+        rich_help_panel=_ADVICE,
+    ),
+]
+Bandwidth = Annotated[
+    float,
+    typer.Option(
+        "--bandwidth",
+        metavar="MB/S",
+        min=0,
+        help="What a receiver reads from the store in a second.",
+        show_default=False,
+        rich_help_panel=_ADVICE,
+    ),
+]
+Keep = Annotated[int, typer.Option("--keep", metavar="N", min=1, help="How many readable anchors stay.")]
+Grace = Annotated[
+    float,
+    typer.Option(
+        "--grace",
+        metavar="S",
+        min=0,
+        help="Seconds between the announcement and the deletion. A reader that shows no sign of life in that time is "
+        "taken for dead; with 0 none is.",
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")]
+Deep = Annotated[bool, typer.Option("--deep", help="Read and hash all bytes of the anchors that stay.")]
 
 Json = Annotated[
     bool,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from deltarefit.cli import options, words
 from deltarefit.cli.engines import Engine, borrowed, engine_at
+from deltarefit.cli.keys import notary
 from deltarefit.cli.output import Output, columns
 from deltarefit.cli.verbs import DIFFERENT, Call, app, verb
 from deltarefit.compare import Comparison, TensorChange
@@ -106,6 +107,7 @@ def verify(
     threads: options.Threads = None,
     vllm: options.Vllm = None,
     sglang: options.Sglang = None,
+    trust: options.Trust = None,
 ) -> int:
     """Prove that a checkpoint, or a serving engine, holds exactly the bits of a version.
 
@@ -124,7 +126,7 @@ def verify(
     if (directory is None) is (engine is None):
         found = "none of them" if engine is None else "a directory and an engine"
         raise UsageError("what to prove is not clear", expected="one of DIR, --vllm and --sglang", found=found)
-    log = RunLog.open(call.remote.existing(store))
+    log = RunLog.open(call.remote.existing(store), notary(trust))
     if engine is not None:
         return _verify_engine(call.out, log, engine, version)
     return _verify_directory(call, log, Path(directory or ""), version, threads)

@@ -1,12 +1,12 @@
-"""``publish`` and ``anchor``: what goes into a store."""
+"""``publish``: what goes into a store."""
 
 from __future__ import annotations
 
 import dataclasses
 from contextlib import closing
 
-from deltarefit.anchoring import Anchored, write_anchor
 from deltarefit.cli import options, words
+from deltarefit.cli.keys import notary
 from deltarefit.cli.output import Output
 from deltarefit.cli.settings import baseline_directory
 from deltarefit.cli.verbs import Call, app, verb
@@ -28,6 +28,8 @@ def publish(
     baseline: options.Baseline = None,
     threads: options.Threads = None,
     payload_bytes: options.PayloadBytes = PAYLOAD_BYTES,
+    sign: options.Sign = None,
+    trust: options.Trust = None,
 ) -> None:
     """Publish a checkpoint as the next version of a run.
 
@@ -38,14 +40,23 @@ def publish(
 
     Example: [bold]deltarefit publish ckpt/step-42 --to s3://bucket/run7 --step 42[/]
     """
-    source = CheckpointSource(ckpt)
+    keys, source = notary(trust, sign), CheckpointSource(ckpt)
     store = call.remote.open(to)
-    log = RunLog.open_or_create(store, source.catalog)
+    log = RunLog.open_or_create(store, source.catalog, keys)
     directory = baseline_directory(baseline, log.run)
     call.out.detail(f"baseline in {directory}")
     with closing(CheckpointTarget(directory)) as target, call.out.progress() as bars:
-        emit = _talking(call.out, bars)
-        publisher = Publisher(store, source, baseline=target, threads=threads, payload_bytes=payload_bytes, emit=emit)
+        emit = talking(call.out, bars)
+        publisher = Publisher(
+            store,
+            source,
+            baseline=target,
+            threads=threads,
+            payload_bytes=payload_bytes,
+            emit=emit,
+            sign=keys.signer,
+            trust=keys.trust,
+        )
         with closing(publisher):
             done = publisher.publish(step)
     _summarize(call.out, log, done)
@@ -54,37 +65,13 @@ def publish(
     call.out.result(done.version, body)
 
 
-@verb(app, "anchor")
-def anchor(
-    call: Call, store: options.Store, baseline: options.Baseline = None, threads: options.Threads = None
-) -> None:
-    """Store the head as a whole, so that receivers that start later begin there.
-
-    Without it, a new receiver fetches the first version and every delta since. The bits come from the
-    baseline, which is brought up to the head first. The last line of stdout is the anchor's version.
-    """
-    objects = call.remote.existing(store)
-    directory = baseline_directory(baseline, RunLog.open(objects).run)
-    with closing(CheckpointTarget(directory)) as target, call.out.progress() as bars:
-        done = write_anchor(objects, target, threads=threads, emit=_talking(call.out, bars))
-    call.out.say(_anchor_summary(done))
-    call.out.result(done.version, dataclasses.asdict(done))
-
-
-def _anchor_summary(done: Anchored) -> str:
-    if not done.created:
-        return f"Version {done.version} is an anchor already"
-    payloads = words.count(done.payloads, "payload")
-    return f"Anchored   version {done.version}: {words.size(done.wire_bytes)} in {payloads}"
-
-
-def _talking(out: Output, bars: Emit) -> Emit:
+def talking(out: Output, bars: Emit, who: str = "baseline") -> Emit:
     """Bars for progress, warnings for what had to be repaired, details for the rest."""
 
     def emit(event: Event) -> None:
         bars(event)
         if event.text:
-            out.warn(f"baseline: {event.text}")
+            out.warn(f"{who}: {event.text}")
         elif event.type != "progress":
             out.detail(f"{event.type} {event.phase} {event.version or ''} {words.seconds(event.seconds)}")
 

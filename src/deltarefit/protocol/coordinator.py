@@ -1,8 +1,9 @@
 """The coordinator's state machine (protocol §3.5-3.6). Pure. It is producer 0 as well; the others are ``producer``.
 
-It walks the log to its tail, closes an open attempt it finds there with ABORT, opens the next one, has its own pieces
-encoded, gathers the manifests of all producers, and decides by one create-once outcome. Every create whose answer is
-lost is read back and told apart by nonce.
+It walks the log to its tail, closes an open attempt it finds there with ABORT, sees to it that nothing more is
+announced in aborted streams, opens the next attempt, has its own pieces encoded, gathers the manifests of all
+producers, waits for the votes that the policy asks for, and decides by one create-once outcome. Every create whose
+answer is lost is read back and told apart by nonce.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any, TypeVar
 
 from deltarefit.errors import IntegrityError, ProtocolError
 from deltarefit.manifest import Decision, Intent, Mode, Outcome, ProducerManifest
+from deltarefit.protocol.attempts import Attempt, check_lists, check_manifests, new_digest
 from deltarefit.protocol.messages import (
     Action,
-    Attempt,
     AttemptRead,
     Created,
     CreateIntent,
@@ -25,14 +26,15 @@ from deltarefit.protocol.messages import (
     Encode,
     Encoded,
     EncodeFailed,
+    EndLists,
     Event,
     Gather,
     Gathered,
     NotCreated,
+    Poll,
+    Polled,
     ReadAttempt,
     allowed,
-    check_manifests,
-    new_digest,
 )
 from deltarefit.records import Digest
 
@@ -41,11 +43,16 @@ class Phase(enum.Enum):
     TAIL = "tail"
     ABORTING = "aborting"
     """Closing somebody's open attempt."""
+    ENDING = "ending"
+    """Ending the lists of aborted streams: what receivers may have written must be known for good before it is
+    overwritten (the union rule, protocol §3.2)."""
     OPENING = "opening"
     ENCODING = "encoding"
     SEALING = "sealing"
     GATHERING = "gathering"
     """Waiting for the other producers."""
+    POLLING = "polling"
+    """Waiting for the receivers."""
     COMMITTING = "committing"
     FAILING = "failing"
     """Closing our own attempt after an error."""
@@ -62,12 +69,16 @@ Step = tuple["Coordinator", tuple[Action, ...]]
 
 @dataclass(frozen=True)
 class Coordinator:
-    """One publish by ``producers`` producers. Starts by reading attempt ``number``; ``base`` and ``digest`` are of the
-    last COMMIT seen."""
+    """One publish by ``producers`` producers in mode ``mode``; ``polls``: receivers are asked before COMMIT. Starts by
+    reading attempt ``number``; ``base`` and ``digest`` are of the last COMMIT seen, ``loose`` are streams that were
+    aborted since."""
 
     run: str
     nonce: str
     producers: int = 1
+    mode: Mode = Mode.STAGE
+    polls: bool = False
+    loose: tuple[int, ...] = ()
     phase: Phase = Phase.TAIL
     number: int = 1
     base: int = 0
@@ -89,7 +100,7 @@ class Coordinator:
     def _tail(self, event: AttemptRead) -> Step:
         attempt = event.attempt
         if attempt.intent is None:
-            return self._open(attempt.number)
+            return self._end_lists(attempt.number)
         if attempt.intent.base != self.base:
             what = f"history is not linear at attempt {attempt.number}"
             raise IntegrityError(what, expected=f"base {self.base}", found=f"base {attempt.intent.base}")
@@ -101,7 +112,9 @@ class Coordinator:
     def _past(self, attempt: Attempt) -> Step:
         passed = replace(self, phase=Phase.TAIL, number=attempt.number + 1)
         if attempt.committed and attempt.outcome is not None:
-            passed = replace(passed, base=attempt.number, digest=attempt.outcome.digest)
+            passed = replace(passed, base=attempt.number, digest=attempt.outcome.digest, loose=())
+        elif attempt.streams:
+            passed = replace(passed, loose=(*self.loose, attempt.number))
         return passed, (ReadAttempt(passed.number),)
 
     def _aborted(self, event: Event) -> Step:
@@ -110,8 +123,17 @@ class Coordinator:
 
     # ------------------------------------------------------------------------------------ opening
 
+    def _end_lists(self, number: int) -> Step:
+        if not self.loose:
+            return self._open(number)
+        return replace(self, phase=Phase.ENDING, number=number), (EndLists(self.loose),)
+
+    def _ended(self, event: Created) -> Step:
+        return self._open(self.number)
+
     def _open(self, number: int) -> Step:
-        intent = Intent(self.run, number, self.base, self.digest, Mode.STAGE, self.nonce, self.producers)
+        mode = self.mode if self.base else Mode.STAGE  # a first version is an anchor: there is nothing to stream
+        intent = Intent(self.run, number, self.base, self.digest, mode, self.nonce, self.producers)
         return replace(self, phase=Phase.OPENING, number=number, intent=intent), (CreateIntent(intent),)
 
     def _opened(self, event: Created) -> Step:
@@ -137,7 +159,7 @@ class Coordinator:
         return replace(self, phase=Phase.SEALING, manifest=manifest), (CreateManifest(manifest),)
 
     def _sealed(self, event: Created) -> Step:
-        return replace(self, phase=Phase.GATHERING), (Gather(self._intent()),)
+        return replace(self, phase=Phase.GATHERING)._wait()
 
     def _seal_answer(self, event: AttemptRead) -> Step:
         if event.attempt.outcome is not None:
@@ -155,13 +177,21 @@ class Coordinator:
             raise ProtocolError(f"{len(manifests)} manifests were gathered for {intent.producers} producers")
         try:
             check_manifests(intent, manifests)
+            check_lists(intent, manifests, event.batches)
             digest = new_digest(intent, manifests)
         except IntegrityError as error:
             return self._fail(EncodeFailed(str(error)))
         hashes = tuple(manifest.content_hash() for manifest in manifests)
         commit = Decision.COMMIT
         outcome = Outcome(self.run, self.number, commit, self.base, digest, hashes, event.anchor, self.nonce)
-        return replace(self, phase=Phase.COMMITTING, outcome=outcome), (CreateOutcome(outcome),)
+        ready = replace(self, phase=Phase.POLLING, outcome=outcome)
+        return ready._wait() if self.polls and self.base else ready._commit()
+
+    def _polled(self, event: Polled) -> Step:
+        return replace(self, outcome=replace(self._outcome(), members=event.members, evicted=event.evicted))._commit()
+
+    def _commit(self) -> Step:
+        return replace(self, phase=Phase.COMMITTING), (CreateOutcome(self._outcome()),)
 
     # ------------------------------------------------------------------------------------ deciding
 
@@ -177,8 +207,13 @@ class Coordinator:
         return replace(self, phase=Phase.COMMITTED if event.attempt.committed else Phase.FAILED), ()
 
     def _taken_over(self, event: AttemptRead) -> Step:
-        """Read while gathering: undecided means that the wait goes on."""
-        return self._decided(event) if event.attempt.outcome else (self, (Gather(self._intent()),))
+        """Read while gathering or polling: undecided means that the wait goes on."""
+        return self._decided(event) if event.attempt.outcome else self._wait()
+
+    def _wait(self) -> Step:
+        if self.phase is Phase.GATHERING:
+            return self, (Gather(self._intent()),)
+        return self, (Poll(self._intent(), self._outcome().manifests),)
 
     def _fail(self, event: EncodeFailed) -> Step:
         abort = self._abort_of(self.number, self.base, event.reason)
@@ -217,6 +252,7 @@ _HANDLERS: dict[tuple[Phase, type[Event]], Callable[[Coordinator, Any], Step]] =
     (Phase.TAIL, AttemptRead): Coordinator._tail,
     (Phase.ABORTING, Created): Coordinator._aborted,
     (Phase.ABORTING, NotCreated): Coordinator._aborted,
+    (Phase.ENDING, Created): Coordinator._ended,
     (Phase.OPENING, Created): Coordinator._opened,
     (Phase.OPENING, NotCreated): Coordinator._reread,
     (Phase.OPENING, AttemptRead): Coordinator._open_answer,
@@ -229,6 +265,9 @@ _HANDLERS: dict[tuple[Phase, type[Event]], Callable[[Coordinator, Any], Step]] =
     (Phase.GATHERING, Gathered): Coordinator._gathered,
     (Phase.GATHERING, EncodeFailed): Coordinator._fail,
     (Phase.GATHERING, AttemptRead): Coordinator._taken_over,
+    (Phase.POLLING, Polled): Coordinator._polled,
+    (Phase.POLLING, EncodeFailed): Coordinator._fail,
+    (Phase.POLLING, AttemptRead): Coordinator._taken_over,
     (Phase.COMMITTING, Created): Coordinator._committed,
     (Phase.COMMITTING, NotCreated): Coordinator._reread,
     (Phase.COMMITTING, AttemptRead): Coordinator._decided,

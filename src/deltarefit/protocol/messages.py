@@ -13,108 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from deltarefit.errors import IntegrityError, ProtocolError
-from deltarefit.manifest import Anchor, Decision, Header, Intent, Outcome, PayloadRef, ProducerManifest
+from deltarefit.errors import ProtocolError
+from deltarefit.manifest import Anchor, Batch, Header, Held, Intent, Outcome, PayloadRef, ProducerManifest
+from deltarefit.protocol.attempts import Attempt
 from deltarefit.records import Digest
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """What the log says of attempt ``number``; None where nothing is written yet. ``manifests`` are those of producers
-    0, 1, ... up to the first that is missing."""
-
-    number: int
-    intent: Intent | None = None
-    manifests: tuple[ProducerManifest, ...] = ()
-    outcome: Outcome | None = None
-
-    @property
-    def committed(self) -> bool:
-        return self.outcome is not None and self.outcome.decision is Decision.COMMIT
-
-    @property
-    def open(self) -> bool:
-        return self.intent is not None and self.outcome is None
-
-    @property
-    def sealed(self) -> bool:
-        """Every producer has said what it made."""
-        return self.intent is not None and len(self.manifests) == self.intent.producers
-
-    @property
-    def payloads(self) -> tuple[PayloadRef, ...]:
-        """All payloads, producer by producer."""
-        return tuple(ref for manifest in self.manifests for ref in manifest.payloads)
-
-
-def check_attempt(attempt: Attempt) -> None:
-    """The records of a committed attempt must belong together: base, manifest hashes, telescoping digest (protocol
-    §3.5). Raises ``IntegrityError``.
-
-    An attempt that is open or aborted passes, whatever its producers sealed: nobody goes by it, and those who close it
-    or pass it must be able to.
-    """
-    intent, outcome = attempt.intent, attempt.outcome
-    where = f"attempt {attempt.number}"
-    if intent is None:
-        if attempt.manifests or outcome:
-            raise IntegrityError(f"{where} has an outcome or manifest but no intent")
-        return
-    if not attempt.committed or outcome is None:
-        return
-    check_manifests(intent, attempt.manifests)
-    if outcome.base != intent.base:
-        raise IntegrityError(f"{where}: outcome base", expected=intent.base, found=outcome.base)
-    if not attempt.sealed:
-        found = f"{len(attempt.manifests)} of {intent.producers}"
-        raise IntegrityError(f"{where} is committed but a manifest is missing", found=found)
-    hashes = tuple(manifest.content_hash() for manifest in attempt.manifests)
-    if outcome.manifests != hashes:
-        raise IntegrityError(f"{where}: manifest hash", expected=outcome.manifests, found=hashes)
-    if outcome.digest != (digest := new_digest(intent, attempt.manifests)):
-        raise IntegrityError(f"{where}: digests do not telescope", expected=outcome.digest, found=digest)
-
-
-def adds_up(attempt: Attempt) -> bool:
-    """Everything is sealed and makes one version: what a COMMIT takes, and staging before it. A producer seals before
-    anybody has held its part against the others', so a sealed attempt may still be wrong, and end in ABORT."""
-    intent = attempt.intent
-    if intent is None or not attempt.sealed:
-        return False
-    try:
-        check_manifests(intent, attempt.manifests)
-        new_digest(intent, attempt.manifests)
-    except IntegrityError:
-        return False
-    return True
-
-
-def check_manifests(intent: Intent, manifests: tuple[ProducerManifest, ...]) -> None:
-    """Manifests are of this attempt, stand in order, and agree on base and step. Raises ``IntegrityError``."""
-    where = f"attempt {intent.attempt}"
-    for producer, manifest in enumerate(manifests):
-        if (manifest.run, manifest.attempt) != (intent.run, intent.attempt):
-            found = f"attempt {manifest.attempt} of run {manifest.run}"
-            raise IntegrityError(f"{where}: manifest of another attempt", expected=f"run {intent.run}", found=found)
-        if manifest.base != intent.base:
-            raise IntegrityError(f"{where}: manifest base", expected=intent.base, found=manifest.base)
-        if manifest.producer != producer or producer >= intent.producers:
-            raise IntegrityError(f"{where}: manifest of producer", expected=producer, found=manifest.producer)
-        if manifest.step != manifests[0].step:
-            what = f"{where}: producers publish different steps"
-            raise IntegrityError(what, expected=f"{manifests[0].step} (0)", found=f"{manifest.step} ({producer})")
-
-
-def new_digest(intent: Intent, manifests: tuple[ProducerManifest, ...]) -> Digest:
-    """The digest of the version that ``manifests`` make. Raises ``IntegrityError`` unless what the producers own adds
-    up to what follows from base and payloads: else a baseline was wrong, or an element has two owners or none."""
-    digest = sum((manifest.part for manifest in manifests), Digest())
-    follows = intent.base_digest + sum((manifest.shift for manifest in manifests), Digest())
-    if intent.base and digest != follows:
-        what = f"attempt {intent.attempt}: digests do not telescope: the parts are not the base with its changes"
-        raise IntegrityError(what, expected=follows, found=digest)
-    return digest
-
 
 # ---------------------------------------------------------------------------------------------- actions
 
@@ -159,10 +61,11 @@ class WriteHeader:
 
 @dataclass(frozen=True)
 class Stage:
-    """Fetch, check and keep all payloads, sum the live bits at their positions before and after; answer ``Staged``, or
-    ``NotStaged`` if a payload is lost or damaged for good and an anchor beyond this version exists."""
+    """Fetch, check and keep payloads ``refs``, sum the live bits at their positions before and after; answer
+    ``Staged``, or ``NotStaged`` if one is lost or damaged for good and an anchor beyond this version exists."""
 
     attempt: Attempt
+    refs: tuple[PayloadRef, ...]
 
 
 @dataclass(frozen=True)
@@ -185,6 +88,20 @@ class Classify:
     """Sum the live bits at each payload's positions; answer ``Classified``."""
 
     attempt: Attempt
+    refs: tuple[PayloadRef, ...]
+
+
+@dataclass(frozen=True)
+class Prove:
+    """Sum up all live bits; answer ``Proven``."""
+
+
+@dataclass(frozen=True)
+class CastVote:
+    """Tell the coordinator what is held of an attempt. Nobody waits for it to arrive."""
+
+    attempt: Attempt
+    held: Held
 
 
 class Op(enum.Enum):
@@ -200,7 +117,15 @@ class Write:
     """Write each payload as told, make the bytes durable, sum them again; answer ``Written`` or ``ValuesLost``."""
 
     attempt: Attempt
+    refs: tuple[PayloadRef, ...]
     ops: tuple[Op, ...]
+
+
+@dataclass(frozen=True)
+class EndLists:
+    """See to it that nothing more is announced in aborted attempts ``numbers``; answer ``Created``."""
+
+    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -235,6 +160,15 @@ class Gather:
 
 
 @dataclass(frozen=True)
+class Poll:
+    """Wait for the votes on ``manifests`` (hashes) that the policy asks for; answer ``Polled``, ``EncodeFailed`` if
+    there are too few, or ``AttemptRead`` if the attempt is decided meanwhile."""
+
+    intent: Intent
+    manifests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class AwaitOutcome:
     """Wait for the outcome; answer ``AttemptRead``, or ``EncodeFailed`` if it stays away beyond its deadline."""
 
@@ -257,8 +191,8 @@ class CreateOutcome:
 
 Action = (
     ReadAttempt | AwaitAttempt | FindAnchor | LoadAnchor | FinishSeed | WriteHeader | Stage | DropStage | Pause
-    | Resume | Classify | Write | CreateIntent | Encode | CreateManifest | ReadManifest
-    | Gather | AwaitOutcome | CreateOutcome
+    | Resume | Classify | Prove | CastVote | Write | EndLists | CreateIntent | Encode | CreateManifest | ReadManifest
+    | Gather | Poll | AwaitOutcome | CreateOutcome
 )  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------- events
@@ -315,7 +249,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Staged:
-    """All payloads are in the spool; one ``Sums`` each, computed from live bits."""
+    """The payloads are in the spool; one ``Sums`` each, computed from live bits."""
 
     sums: tuple[Sums, ...]
 
@@ -327,9 +261,17 @@ class NotStaged:
 
 @dataclass(frozen=True)
 class Classified:
-    """Live sums per payload."""
+    """Live sums per payload, and whether its absolute values are kept: only then may it be applied or set."""
 
     live: tuple[Digest, ...]
+    kept: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Proven:
+    """Digest of all live bits."""
+
+    digest: Digest
 
 
 @dataclass(frozen=True)
@@ -364,10 +306,19 @@ class Encoded:
 @dataclass(frozen=True)
 class Gathered:
     """All manifests, in order, each sealed in the log, with every payload in the store at its full length. ``anchor``
-    is the newest known."""
+    is the newest known; ``batches``, in mode stream, what each producer has announced."""
 
     manifests: tuple[ProducerManifest, ...]
     anchor: int
+    batches: tuple[tuple[Batch, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Polled:
+    """Enough receivers hold what is to be committed; ``evicted`` are others that were there."""
+
+    members: tuple[str, ...]
+    evicted: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -379,7 +330,7 @@ class EncodeFailed:
 
 Event = (
     HeaderRead | AttemptRead | ManifestRead | AnchorFound | NoAnchor | AnchorLoaded | Staged | NotStaged | Classified
-    | Written | ValuesLost | Created | NotCreated | Encoded | Gathered | EncodeFailed
+    | Proven | Written | ValuesLost | Created | NotCreated | Encoded | Gathered | Polled | EncodeFailed
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ CREATE_TRIES = 5
 def create_record(log: RunLog, number: int, name: str, record: Record) -> m.Event:
     """``Created``, or ``NotCreated`` once something can be read there. Raises ``UnavailableError`` if the store did not
     take it, ``StorageFullError`` if it has no room."""
-    data = record.to_bytes()
+    data = log.bytes_of(attempt_key(number, name), record)
     last: UnavailableError | None = None
     for attempt in range(CREATE_TRIES):
         try:
@@ -40,7 +40,7 @@ def create_record(log: RunLog, number: int, name: str, record: Record) -> m.Even
 def _taken(log: RunLog, number: int, name: str) -> m.Event:
     """NotCreated, once what stands there can be read: a machine that reads nothing would ask again for ever."""
     try:
-        log.fetch(attempt_key(number, name), len)
+        log.fetch(attempt_key(number, name), len, most=0)
     except NotFoundError as error:
         what = f"the store says that {name} of attempt {number} exists, and does not find it"
         raise UnavailableError(what) from error

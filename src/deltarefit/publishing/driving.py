@@ -12,11 +12,14 @@ from typing import TypeVar, cast
 from deltarefit import runtime
 from deltarefit.anchors import seal_anchor
 from deltarefit.errors import AttemptLostError, IntegrityError, NotFoundError, UnavailableError
-from deltarefit.manifest import Intent
+from deltarefit.manifest import Held, Intent, Mode
 from deltarefit.protocol import coordinator, producer
 from deltarefit.protocol import messages as m
+from deltarefit.protocol.votes import Policy, TooFew
 from deltarefit.publishing.creating import create_record
+from deltarefit.publishing.polling import Ballot, Roll
 from deltarefit.publishing.share import Share
+from deltarefit.publishing.touched import end_lists
 from deltarefit.publishing.trainers import Closing, Report, Trainers
 from deltarefit.records import Digest, Record
 from deltarefit.runlog import RunLog, attempt_key
@@ -24,7 +27,9 @@ from deltarefit.runlog import RunLog, attempt_key
 Machine = TypeVar("Machine", coordinator.Coordinator, producer.Producer)
 LOOK_S = 1.0
 """Between two looks at the register while something else is waited for."""
-MAY_FAIL = (m.Encode, m.CreateManifest, m.ReadManifest, m.Gather, m.AwaitOutcome)
+POLL_S = 0.2
+"""Between two looks at the receivers' votes."""
+MAY_FAIL = (m.Encode, m.CreateManifest, m.ReadManifest, m.Gather, m.Poll, m.AwaitOutcome)
 """Actions whose errors close the attempt with ABORT; the error is raised afterwards."""
 
 
@@ -32,8 +37,17 @@ class Driver:
     """One attempt of one rank. ``reports`` are what was gathered (rank 0), or this rank's own; ``opened`` once all
     have been told of an attempt; ``wire_bytes`` are those of the records written here."""
 
-    def __init__(self, log: RunLog, trainers: Trainers, share: Share, taken: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        log: RunLog,
+        trainers: Trainers,
+        share: Share,
+        taken: Callable[[], None],
+        roll: Roll,
+        policy: Policy | None,
+    ) -> None:
         self._log, self._trainers, self._share, self._taken = log, trainers, share, taken
+        self._roll, self._policy = roll, policy
         self.step = 0
         self._looked_at = 0.0
         self.reports: list[Report] = []
@@ -73,6 +87,10 @@ class Driver:
             return m.AttemptRead(self._log.attempt(action.number))
         if isinstance(action, m.ReadManifest):
             return m.ManifestRead(self._log.manifest(action.number, action.producer))
+        if isinstance(action, m.EndLists):
+            for number in action.numbers:
+                end_lists(self._log, number, runtime.token())
+            return m.Created()
         if isinstance(action, m.CreateIntent):
             return self._create(action.intent.attempt, "intent", action.intent)
         if isinstance(action, m.CreateManifest):
@@ -84,6 +102,8 @@ class Driver:
             return self._encode(action.intent)
         if isinstance(action, m.Gather):
             return self._gather(action.intent)
+        if isinstance(action, m.Poll):
+            return self._poll(action)
         if isinstance(action, m.AwaitOutcome):
             return self._await_outcome(action.number)
         raise IntegrityError(f"the machine asked for {type(action).__name__}")
@@ -95,6 +115,8 @@ class Driver:
     def _encode(self, intent: Intent) -> m.Event:
         if self._trainers.rank == 0:
             self._trainers.open(intent)
+            if self._policy is not None and intent.base:
+                self._roll.look()  # who is silent from here on has been so all the while
         self.opened = True
         self._share.watch = lambda: self._stop_if_decided(intent.attempt)
         self.reports = [self._share.make(intent, self.step, self._taken)]
@@ -108,8 +130,26 @@ class Driver:
             if isinstance(found, m.AttemptRead):
                 return found
             self.reports.append(found)
+        self._log.check_sealed(intent.attempt, [report.manifest for report in self.reports])
         anchor = self._seal_anchor(intent) if intent.base == 0 else self._newest_anchor()
-        return m.Gathered(tuple(report.manifest for report in self.reports), anchor)
+        batches = self._log.attempt(intent.attempt).batches if intent.mode is Mode.STREAM else ()
+        return m.Gathered(tuple(report.manifest for report in self.reports), anchor, batches)
+
+    def _poll(self, action: m.Poll) -> m.Event:
+        """Rank 0: wait until the policy is content, or the deadline of all waits is over."""
+        number, policy = action.intent.attempt, self._policy or Policy(0)
+        held = Held.APPLIED if action.intent.mode is Mode.STREAM else Held.STAGED
+        ballot = Ballot(self._log, self._roll, number, action.manifests, held)
+        until = runtime.now() + self._trainers.deadline_s
+        while (found := ballot.count(policy, expired=runtime.now() >= until)) is None:
+            self._trainers.beat()
+            if decided := self._decided(number):
+                return decided
+            runtime.sleep(POLL_S)
+        if isinstance(found, TooFew):
+            return m.EncodeFailed(found.reason)
+        self._roll.clear(found.evicted)
+        return m.Polled(found.members, found.evicted)
 
     def _report_of(self, rank: int, number: int) -> Report | m.AttemptRead:
         def ready() -> Report | m.AttemptRead | None:

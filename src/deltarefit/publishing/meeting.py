@@ -14,28 +14,29 @@ from deltarefit import runtime
 from deltarefit.affine import check_coverage
 from deltarefit.errors import BaseMismatch, NotFoundError, UsageError
 from deltarefit.manifest import Catalog
+from deltarefit.notary import Notary, check_signer, is_signed
 from deltarefit.pieces import Piece
 from deltarefit.ports import Source, Store
 from deltarefit.publishing.trainers import Trainers
 from deltarefit.records import MAX_RECORD_BYTES
-from deltarefit.runlog import LATE_VISIBILITY_S, RunLog, first_difference
+from deltarefit.runlog import LATE_VISIBILITY_S, RUN, UNSIGNED, RunLog, first_difference
 
 _COLUMNS = 7
 _HEAD = struct.Struct("<64sQ")
 """A hello begins with the catalog's identity and the length of the packed catalog that follows; then the pieces."""
 
 
-def meet(store: Store, source: Source, trainers: Trainers) -> RunLog:
+def meet(store: Store, source: Source, trainers: Trainers, notary: Notary = UNSIGNED) -> RunLog:
     """The run in ``store``, created if there is none, once rank 0 has judged what all ranks own. Raises ``UsageError``
-    for elements with two owners or none, ``BaseMismatch`` for ranks with different catalogs or a run of another model.
+    for elements with two owners or none, and if only one of run and rank signs, ``BaseMismatch`` for ranks with different catalogs or a run of another model.
     """
 
     def judge(hellos: list[bytes]) -> str:
         check_coverage(source.catalog, [_pieces_of(rank, hello, source) for rank, hello in enumerate(hellos)])
-        return RunLog.open_or_create(store, source.catalog).run
+        return RunLog.open_or_create(store, source.catalog, notary).run
 
     run = trainers.meet(_hello(source), judge)
-    log = _opened(store)
+    log = _opened(store, notary)
     if log is None or log.run != run:
         raise BaseMismatch(
             f"rank {trainers.rank} sees another store than rank 0",
@@ -43,15 +44,16 @@ def meet(store: Store, source: Source, trainers: Trainers) -> RunLog:
             found=f"{f'run {log.run}' if log else 'no run'} at {store.url}",
             next_step="Give every rank the same store, one that all of them can reach.",
         )
+    check_signer(notary, is_signed(store, RUN), store.url)
     return log
 
 
-def _opened(store: Store) -> RunLog | None:
+def _opened(store: Store, notary: Notary) -> RunLog | None:
     """The run that rank 0 found or made, waited for (F13); never made here: this may be another store."""
     deadline = runtime.now() + LATE_VISIBILITY_S
     while True:
         try:
-            return RunLog.open(store)
+            return RunLog.open(store, notary)
         except NotFoundError:
             if runtime.now() > deadline:
                 return None

@@ -9,24 +9,25 @@ sum over all producers must be the digest that the log states for the base befor
 from __future__ import annotations
 
 import bisect
+import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from deltarefit import _kernel, runtime
-from deltarefit.codec import ADD, XOR, Delta, open_payload
+from deltarefit.anchors import AnchorSearch
+from deltarefit.codec import open_payload
 from deltarefit.digest import catalog_keys
 from deltarefit.elements import Elements
-from deltarefit.errors import AttemptLostError, NotFoundError
+from deltarefit.errors import AttemptLostError, IntegrityError, NotFoundError
 from deltarefit.events import Emit, Event
-from deltarefit.manifest import Header, PayloadRef, State
+from deltarefit.manifest import Anchor, Header, PayloadRef, State
 from deltarefit.pieces import Piece, layout_of
+from deltarefit.pins import CatchUpPin
 from deltarefit.ports import Store
-from deltarefit.protocol.messages import Attempt
+from deltarefit.protocol.attempts import Attempt
+from deltarefit.publishing.foreign import write_into
 from deltarefit.publishing.shards import ShardBits
 from deltarefit.records import Digest
 from deltarefit.runlog import RunLog, anchor_prefix, payload_prefix
@@ -36,8 +37,6 @@ T = TypeVar("T")
 U = TypeVar("U")
 MOST_OPEN = 4
 """Payloads that are open at a time, whatever the number of threads: each takes some 50 MB."""
-_POSITIONS = 1 << 18
-"""Positions of a foreign piece that are looked up at a time."""
 
 
 class ShardBaseline:
@@ -88,11 +87,17 @@ class ShardBaseline:
             raise AttemptLostError(
                 "another publisher moved the head", expected=version, found=found, next_step="Publish again."
             )
-        if self._header.state is not State.CLEAN or self._header.version > version:
-            self._rebuild()
-        commits = list(self._log.commits(self._header.version + 1))
-        for commit in commits:
-            self._apply(commit)
+        pin = CatchUpPin(self._log, "baseline", self._emit)
+        with contextlib.ExitStack() as stack:
+            stack.callback(pin.release)
+            if self._header.state is not State.CLEAN or self._header.version > version:
+                self._rebuild(pin)
+            commits = list(self._log.commits(self._header.version + 1))
+            if any(commit.pruned for commit in commits):
+                self._rebuild(pin)
+                commits = list(self._log.commits(self._header.version + 1))
+            for commit in commits:
+                self._apply(commit)
 
     def doubt(self) -> None:
         """Its bits were proven wrong: forget them, the next ``move`` rebuilds."""
@@ -140,11 +145,21 @@ class ShardBaseline:
         self._set(payload_prefix(commit.number), self._touching(refs), "baseline", commit.number)
         self._write(State.CLEAN, commit.number, own[0].part if len(own) == 1 else self._digest())
 
-    def _rebuild(self) -> None:
-        found = self._log.newest_anchor()
-        if found is None:
-            raise NotFoundError("nothing to rebuild the baseline from: the run has no anchor")
-        anchor = found[0]
+    def _rebuild(self, pin: CatchUpPin) -> None:
+        """From the newest anchor that can be read."""
+        search = AnchorSearch(self._log, pin, self._emit)
+        while True:
+            found = search.start()
+            if found is None:
+                raise NotFoundError("nothing to rebuild the baseline from: the run has no anchor")
+            try:
+                self._load(found[0])
+                return
+            except (IntegrityError, NotFoundError) as error:
+                if not search.failed(found[0], error):
+                    raise
+
+    def _load(self, anchor: Anchor) -> None:
         self._emit(Event("baseline", "seed", anchor.version, text=f"rebuilding from anchor {anchor.version}"))
         self._write(State.UNKNOWN, 0, Digest())
         self._set(anchor_prefix(anchor.version) + "pl/", self._touching(anchor.payloads), "seed", anchor.version)
@@ -166,7 +181,7 @@ class ShardBaseline:
 
     def _write_payload(self, prefix: str, ref: PayloadRef) -> int:
         opened = partial(open_payload, ref=ref, catalog=self._log.catalog)
-        deltas = self._payloads.fetch(prefix + ref.sha256, opened)
+        deltas = self._payloads.fetch(prefix + ref.sha256, opened, most=ref.size)
         runtime.point("baseline write")
         for delta in deltas:
             for number in self._of_tensor.get(delta.tensor, ()):
@@ -180,49 +195,3 @@ class ShardBaseline:
             return
         with runtime.executor(threads, "baseline") as pool:
             yield from pool.map(work, items)
-
-
-def write_into(piece: Piece, array: Elements, delta: Delta) -> None:
-    """Carry out what a delta says of the elements of ``piece``, which ``array`` holds in order."""
-    if (start := _within(piece, delta)) is not None:
-        local = delta.local(start)
-        _kernel.apply(local.record, local.slices, array, start)
-        return
-    first, last = piece.offset, piece.position(piece.length - 1)
-    if delta.high <= first or delta.low > last:
-        return
-    positions, values = _kernel.decode(delta.record, delta.slices)
-    for at in range(0, positions.size, _POSITIONS):
-        some = slice(at, at + _POSITIONS)
-        index, chosen = _inside(piece, positions[some], values[some], delta.low)
-        if delta.operation == XOR:
-            array[index] ^= chosen
-        elif delta.operation == ADD:
-            array[index] += chosen
-        else:
-            array[index] = chosen
-
-
-def _within(piece: Piece, delta: Delta) -> int | None:
-    """Where in the piece's own order the delta begins, if it lies in it whole."""
-    if delta.rows != piece.rows:
-        return None
-    start = delta.start - piece.origin
-    return start if start >= 0 and start + delta.length <= piece.length else None
-
-
-def _inside(
-    piece: Piece, positions: npt.NDArray[np.uint64], values: Elements, low: int
-) -> tuple[npt.NDArray[np.int64], Elements]:
-    """Those of ascending canonical ``positions`` (from ``low``) that the piece holds, as indices into it."""
-    first, last = piece.offset - low, piece.position(piece.length - 1) - low
-    a = int(np.searchsorted(positions, np.uint64(max(first, 0))))
-    b = int(np.searchsorted(positions, np.uint64(last), side="right"))
-    at = positions[a:b].astype(np.int64) - first
-    if piece.flat:
-        return at, values[a:b]
-    pitch = piece.pitch if piece.length > piece.run else last - first + 1  # of a single row it says nothing
-    row, rest = at // pitch, at % pitch
-    column, off = rest // piece.step, rest % piece.step
-    good = (off == 0) & (column < piece.run)
-    return (row * piece.run + column)[good], values[a:b][good]

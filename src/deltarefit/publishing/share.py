@@ -12,7 +12,9 @@ from deltarefit.manifest import Intent, PayloadRef, ProducerManifest
 from deltarefit.pieces import layout_of
 from deltarefit.pipeline import EncodeSegment, Upload, counted, upload_segments
 from deltarefit.ports import Baseline, Source, Store
+from deltarefit.publishing.announcing import Announcing
 from deltarefit.publishing.encoding import SegmentEncoder
+from deltarefit.publishing.touched import Touched, touched_since
 from deltarefit.publishing.trainers import Report
 from deltarefit.records import Digest
 from deltarefit.runlog import RunLog, anchor_prefix, check_catalog, payload_prefix
@@ -64,8 +66,11 @@ class Share:
 
     def _delta(self, intent: Intent, step: int, taken: Callable[[], None]) -> Report:
         self.timed("prepare", lambda: self.baseline.move(intent.base))
-        encoder = self._encoder(self.options.prove)
-        refs = self._upload(encoder.delta, payload_prefix(intent.attempt), taken)
+        touched = touched_since(self.log, intent.base, intent.attempt, self.source.pieces)
+        encoder = self._encoder(self.options.prove, touched)
+        announcing = Announcing(self.log, intent, self.source.exchange.rank)
+        refs = self._upload(encoder.delta, payload_prefix(intent.attempt), taken, announcing.add)
+        announcing.end()
         part = self.baseline.part + sum((ref.post - ref.pre for ref in refs), Digest())
         try:
             encoder.check(part)
@@ -76,13 +81,13 @@ class Share:
 
     def _anchor(self, intent: Intent, step: int, taken: Callable[[], None]) -> Report:
         """The first version has nothing to apply to: it is an anchor, with manifests that list no payload."""
-        encoder = self._encoder(prove=False)
+        encoder = self._encoder(prove=False, touched=Touched())
         refs = self._upload(encoder.whole, anchor_prefix(intent.attempt) + "pl/", taken)
         part = sum((ref.post for ref in refs), Digest())
         return self._report(intent, step, part, (), refs, encoder.changed)
 
-    def _encoder(self, prove: bool) -> SegmentEncoder:
-        return SegmentEncoder(self.log.run, self.log.catalog, self.source, self.baseline, prove)
+    def _encoder(self, prove: bool, touched: Touched) -> SegmentEncoder:
+        return SegmentEncoder(self.log.run, self.log.catalog, self.source, self.baseline, prove, touched)
 
     def _report(
         self,
@@ -98,10 +103,16 @@ class Share:
         wire_bytes = sum(ref.size for ref in (*refs, *anchored)) + len(manifest.to_bytes())
         return Report(manifest, anchored, wire_bytes)
 
-    def _upload(self, encode: EncodeSegment, prefix: str, taken: Callable[[], None]) -> tuple[PayloadRef, ...]:
+    def _upload(
+        self,
+        encode: EncodeSegment,
+        prefix: str,
+        taken: Callable[[], None],
+        announce: Callable[[PayloadRef], None] = lambda ref: None,
+    ) -> tuple[PayloadRef, ...]:
         catalog, options = self.log.catalog, self.options
         extents = [(piece.length, catalog.tensors[piece.tensor].width) for piece in self.source.pieces]
-        upload = Upload(self.store, prefix, options.payload_bytes, options.ahead_bytes, self.watch)
+        upload = Upload(self.store, prefix, options.payload_bytes, options.ahead_bytes, self.watch, announce)
         segments = counted(extents, "encode", 0, self._progress)
         refs: list[PayloadRef] = []
         self.timed("encode", lambda: refs.extend(upload_segments(segments, encode, upload, options.threads, taken)))

@@ -12,15 +12,16 @@ from deltarefit.events import Emit, Event
 from deltarefit.ports import Store, Target
 from deltarefit.receiver import Receiver
 from deltarefit.records import Digest
+from deltarefit.trust import Trust
 from deltarefit.weights import flat
 
 
 class TargetBaseline:
     """``ports.Baseline`` over a target, for a source whose pieces are the whole tensors of the catalog."""
 
-    def __init__(self, store: Store, target: Target, threads: int, emit: Emit) -> None:
+    def __init__(self, store: Store, target: Target, threads: int, emit: Emit, trust: Trust | None = None) -> None:
         self._target, self._emit = target, emit
-        self._zero = Receiver(store, target, threads=threads, emit=self._say, switch_run=True)
+        self._zero = Receiver(store, target, threads=threads, emit=self._say, switch_run=True, trust=trust)
 
     @property
     def part(self) -> Digest:

@@ -109,10 +109,10 @@ def _cloud(scheme: str, rest: str, settings: dict[str, str], limits: Limits) -> 
     if not bucket:
         raise _bad_url(f"{scheme}:// without a bucket")
     endpoint = settings.get("endpoint")
-    if endpoint is not None and (urlsplit(endpoint).scheme not in ("http", "https") or "@" in endpoint):
+    if endpoint is not None and (urlsplit(endpoint).scheme not in ("http", "https") or {"@", "?", "#"} & set(endpoint)):
         raise UsageError(
             "bad endpoint",
-            expected="http://host:port or https://host without user or password",
+            expected="http://host:port or https://host without user, password, query or fragment",
             next_step="Give credentials as access_key and secret_key, or in the environment.",
         )
     return cloud_store(scheme, bucket, check_prefix(prefix), settings, limits)

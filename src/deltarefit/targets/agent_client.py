@@ -11,8 +11,9 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from deltarefit.errors import FormatError, IntegrityError, UnavailableError, UsageError
 from deltarefit.manifest import Catalog, PayloadRef
@@ -20,6 +21,7 @@ from deltarefit.protocol.messages import Op
 from deltarefit.records import Digest
 from deltarefit.targets.agent_wire import PATH_BYTES, error_of, receive, send, unpack_sums
 
+T = TypeVar("T")
 HELLO_S = 10.0
 ATTACH_S = 600.0
 """Recording what a native loader of a large model does."""
@@ -66,8 +68,8 @@ class AgentClient:
 
     def attach(self, run: str, catalog: Catalog) -> tuple[dict[str, Any], str]:
         """The rank's plan and its identity."""
-        found = self._dict(self.call("attach", ATTACH_S, run=run, catalog=catalog.to_bytes().decode()))
-        return found["plan"], found["identity"]
+        found = self.call("attach", ATTACH_S, run=run, catalog=catalog.to_bytes().decode())
+        return self._read(found, lambda told: (dict(told["plan"]), str(told["identity"])))
 
     def assign(self, assignment: dict[str, Any]) -> None:
         self.call("assign", ATTACH_S, assignment=assignment)
@@ -80,8 +82,8 @@ class AgentClient:
         self.call("set_header", WORK_S, header=text)
 
     def stage(self, ref: PayloadRef, file: Path) -> dict[int, tuple[Digest, Digest]]:
-        found = self._dict(self.call("stage", WORK_S, ref=_text(ref), path=str(file)))
-        return {int(id_): (Digest.parse(now), Digest.parse(then)) for id_, (now, then) in found.items()}
+        found = self.call("stage", WORK_S, ref=_text(ref), path=str(file))
+        return self._read(found, _pairs)
 
     def staged(self, ref: PayloadRef) -> bool:
         return self.call("staged", WORK_S, ref=_text(ref)) is True
@@ -89,7 +91,7 @@ class AgentClient:
     def live(self, ref: PayloadRef) -> dict[int, Digest] | None:
         """None: not staged on this rank."""
         found = self.call("live", WORK_S, ref=_text(ref))
-        return None if found is None else unpack_sums(self._dict(found))
+        return None if found is None else self._read(found, unpack_sums)
 
     def write(self, ref: PayloadRef, op: Op) -> None:
         self.call("write", WORK_S, ref=_text(ref), write=op.value)
@@ -98,7 +100,7 @@ class AgentClient:
         self.call("fill", WORK_S, ref=_text(ref), path=str(file))
 
     def digest(self) -> dict[int, Digest]:
-        return unpack_sums(self._dict(self.call("digest", DIGEST_S)))
+        return self._read(self.call("digest", DIGEST_S), unpack_sums)
 
     def drop(self) -> None:
         self.call("drop", WORK_S)
@@ -147,8 +149,22 @@ class AgentClient:
 
     def _dict(self, found: object) -> dict[str, Any]:
         if not isinstance(found, dict):
-            raise IntegrityError(f"agent at {self.path}: a reply of the wrong form", found=json.dumps(found)[:80])
+            raise self._malformed(found)
         return found
+
+    def _read(self, found: Any, parse: Callable[[Any], T]) -> T:
+        """What ``parse`` makes of a reply; ``IntegrityError`` if it is of another form."""
+        try:
+            return parse(found)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise self._malformed(found) from error
+
+    def _malformed(self, found: object) -> IntegrityError:
+        return IntegrityError(f"agent at {self.path}: a reply of the wrong form", found=json.dumps(found)[:80])
+
+
+def _pairs(found: dict[str, Any]) -> dict[int, tuple[Digest, Digest]]:
+    return {int(id_): (Digest.parse(now), Digest.parse(then)) for id_, (now, then) in found.items()}
 
 
 def _text(ref: PayloadRef) -> str:

@@ -82,8 +82,10 @@ def error_message(error: RefitError) -> dict[str, Any]:
 _FIELDS = ("what", "expected", "found", "next_step")
 
 
-def error_of(body: Mapping[str, Any]) -> RefitError:
+def error_of(body: object) -> RefitError:
     """The error that an agent replied with, in its own class."""
+    if not isinstance(body, dict):
+        return RefitError("an agent failed and did not say how", found=repr(body)[:80])
     kind = _CLASSES.get(str(body.get("type")), RefitError)
     told = {name: body.get(name) for name in _FIELDS}
     return kind(str(told["what"]), expected=told["expected"], found=told["found"], next_step=told["next_step"])

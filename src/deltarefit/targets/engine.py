@@ -17,7 +17,14 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from deltarefit.errors import FormatError, IntegrityError, NotFoundError, RefitError, UnavailableError, UsageError
+from deltarefit.errors import (
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    RefitError,
+    UnavailableError,
+    UsageError,
+)
 from deltarefit.localfiles import disk_errors
 from deltarefit.manifest import Catalog, Header, PayloadRef, State
 from deltarefit.protocol.messages import Op
@@ -178,7 +185,8 @@ class EngineTarget:
             sums = self._all(lambda client: client.stage(ref, file))
         now = [{id_: pair[0] for id_, pair in mine.items()} for mine in sums]
         then = [{id_: pair[1] for id_, pair in mine.items()} for mine in sums]
-        return self.group.total(now), self.group.total(then)
+        # what failed attempts left in copies need not agree where it is overwritten
+        return self.group.total(now, alike=not ref.overwrites), self.group.total(then)
 
     def staged(self, ref: PayloadRef) -> bool:
         return all(self._all(lambda client: client.staged(ref)))

@@ -184,9 +184,10 @@ def _checked(url: str) -> str:
         good = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
     except ValueError:
         parts, good = urllib.parse.urlsplit(""), False
-    if parts.username or parts.password:
+    if "@" in url:
         step = "Put an API key into DELTAREFIT_ENGINE_KEY."
         raise UsageError("an engine's address holds a password", expected="http://host:port", next_step=step)
     if not good or parts.query or parts.fragment:
-        raise UsageError("bad address of an engine", expected="http://host:port", found=repr(url)[:80])
+        found = repr(url.partition("?")[0].partition("#")[0])[:80]  # a query may hold a key: never echoed
+        raise UsageError("bad address of an engine", expected="http://host:port", found=found)
     return url.rstrip("/")

@@ -91,7 +91,7 @@ class LoadedModuleTarget:
     def stage(self, ref: PayloadRef, data: bytes) -> tuple[Digest, Digest]:
         sums = self._rank.stage(ref, data)
         pre, post = ({class_: pair[k] for class_, pair in sums.items()} for k in range(2))
-        return self._total(pre), self._total(post)
+        return self._total(pre, alike=not ref.overwrites), self._total(post)
 
     def staged(self, ref: PayloadRef) -> bool:
         return self._rank.staged(ref)
@@ -126,7 +126,7 @@ class LoadedModuleTarget:
         """Let go of the threads. The model is left as it is."""
         self._rank.close()
 
-    def _total(self, sums: Mapping[int, Digest]) -> Digest:
+    def _total(self, sums: Mapping[int, Digest], *, alike: bool = True) -> Digest:
         if self._group is None:
             raise UsageError("the target is not attached to a run", next_step="Attach it first.")
-        return self._group.total([sums])
+        return self._group.total([sums], alike=alike)

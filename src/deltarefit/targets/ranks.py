@@ -94,15 +94,16 @@ class RankGroup:
             "opaque": [tensor for tensor in shadows if self._rows[tensor].mode == OPAQUE],
         }
 
-    def total(self, sums: Sequence[Mapping[int, Digest]]) -> Digest:
+    def total(self, sums: Sequence[Mapping[int, Digest]], *, alike: bool = True) -> Digest:
         """Every element once, from the sums by class id that each rank reports; a class that a rank leaves out is zero
-        there. ``DigestMismatch`` names ranks and tensors whose copies do not agree."""
+        there. ``DigestMismatch`` names ranks and tensors whose copies do not agree, unless they need not be ``alike``:
+        the first counts then."""
         self._check_ids(sums)
         total = Digest()
         for one in self._classes.values():
             found = [sums[rank].get(one.ids[copy], Digest()) for rank, copy in one.holders]
             for holder, other in zip(one.holders, found, strict=True):
-                if other != found[0]:
+                if alike and other != found[0]:
                     raise self._disagree(one, holder, found[0], other)
             total += found[0]
         return total

@@ -200,11 +200,11 @@ class RankWeights:
 
     def write(self, ref: PayloadRef, op: Op) -> None:
         """Bring this rank's part of a staged payload to the new bits, if it has the old ones; ``IntegrityError`` if it
-        has neither."""
+        has neither. What overwrites does so whatever is there."""
         staged = self._staged.get(ref.sha256)
         if staged is None:
             raise NotFoundError(f"payload {ref.sha256[:12]} is not staged here", next_step="Stage it again.")
-        if op is Op.SKIP or self._is_written(staged):
+        if op is Op.SKIP or (not ref.overwrites and self._is_written(staged)):
             return
         at = self._attached()
         if not self._checked:  # once for all payloads of a pause; and again when they are read back

@@ -1,0 +1,103 @@
+"""Who follows this run, and what they hold of an attempt: the receivers' side of a COMMIT (protocol §3.5).
+
+A receiver gives signs of life by counting up a number in the store; that it changes is observed on our own clock, so
+that nobody compares clocks. One that is silent is evicted: it delays one commit, and its place is cleared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deltarefit import runtime
+from deltarefit.attendance import MEMBERS, member_key, vote_key
+from deltarefit.errors import RefitError, UsageError
+from deltarefit.manifest import RECEIVER, Held, Member, Vote
+from deltarefit.protocol.votes import Enough, Policy, TooFew, tally
+from deltarefit.runlog import RunLog
+
+SILENCE_S = 10.0
+"""A receiver without a sign of life for so long is taken for dead."""
+
+
+def policy_of(votes: str | int, min_receivers: int) -> Policy | None:
+    """What ``Publisher`` was asked for; None: nobody is asked. ``UsageError`` for what is no policy."""
+    if isinstance(votes, bool) or not (votes in ("all", "none") or (isinstance(votes, int) and votes > 0)):
+        raise UsageError("votes", expected="'all', 'none' or a number above 0", found=repr(votes)[:80])
+    if min_receivers < 0 or (votes == "none" and min_receivers):
+        raise UsageError("min_receivers", expected="a number from 0, with votes", found=min_receivers)
+    if votes == "none":
+        return None
+    return Policy(None if votes == "all" else int(votes), min_receivers)
+
+
+@dataclass
+class _Seen:
+    """A receiver's last sign of life, and when it was new to us."""
+
+    sign: tuple[str, int]
+    at: float
+
+
+class Roll:
+    """The receivers of a run as one trainer sees them, publish after publish."""
+
+    def __init__(self, log: RunLog, silence_s: float = SILENCE_S) -> None:
+        self._log, self._silence_s = log, silence_s
+        self._seen: dict[str, _Seen] = {}
+
+    def look(self) -> None:
+        """Look who is there. What cannot be read now counts as silence."""
+        with contextlib.suppress(RefitError):
+            names = [key.removeprefix(f"{MEMBERS}/") for key, _ in self._log.store.list(MEMBERS)]
+            gone = self._seen.keys() - set(names)
+            for name in gone:
+                del self._seen[name]
+            for name in names:
+                if RECEIVER.fullmatch(name):
+                    self._note(name)
+
+    def _note(self, name: str) -> None:
+        with contextlib.suppress(RefitError):
+            member = self._log.read(Member, member_key(name))
+            if member is None:
+                return
+            sign = (member.incarnation, member.beat)
+            if name not in self._seen or self._seen[name].sign != sign:
+                self._seen[name] = _Seen(sign, runtime.now())
+
+    def living(self) -> dict[str, bool]:
+        """Registered receivers, and whether they gave a sign of life lately."""
+        now = runtime.now()
+        return {name: now - seen.at < self._silence_s for name, seen in self._seen.items()}
+
+    def clear(self, evicted: Sequence[str]) -> None:
+        """Take the silent among ``evicted`` off the roll; one that comes back registers again."""
+        for name, lives in self.living().items():
+            if not lives and name in evicted:
+                with contextlib.suppress(RefitError):
+                    self._log.store.delete(member_key(name))
+
+
+class Ballot:
+    """The votes on one attempt."""
+
+    def __init__(self, log: RunLog, roll: Roll, attempt: int, manifests: tuple[str, ...], held: Held) -> None:
+        self._log, self._roll, self._attempt, self._manifests, self._held = log, roll, attempt, manifests, held
+        self._votes: dict[str, Held] = {}
+
+    def count(self, policy: Policy, *, expired: bool) -> Enough | TooFew | None:
+        """Look again; what the policy makes of it, or None to wait."""
+        self._roll.look()
+        living = self._roll.living()
+        for name in living:
+            if self._votes.get(name) is not self._held:
+                self._read(name)
+        return tally(policy, living, self._votes, self._held, expired=expired)
+
+    def _read(self, name: str) -> None:
+        with contextlib.suppress(RefitError):
+            vote = self._log.read(Vote, vote_key(self._attempt, name))
+            if vote and (vote.attempt, vote.receiver, vote.manifests) == (self._attempt, name, self._manifests):
+                self._votes[name] = vote.held

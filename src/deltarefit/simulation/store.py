@@ -1,0 +1,174 @@
+"""A simulated object store: atomic create-once, and around it everything that a network does.
+
+``Shelf`` is the truth, one per run; a ``Client`` is one process's way to it. Each call takes time, may be lost, may be
+carried out and not answered, may be carried out later than it was given up, and may not be seen for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from deltarefit.errors import AlreadyExistsError, NotFoundError, UnavailableError
+from deltarefit.simulation.world import Process, World
+
+T = TypeVar("T")
+Landed = Callable[[str, bytes], None]
+
+
+@dataclass(frozen=True)
+class StoreFaults:
+    """Chances per call, and seconds. ``lost``: nothing happens. ``unanswered``: it happens. ``late``: it happens once
+    it was given up. ``again``: a create that succeeds and says that the key is taken. ``hidden``: what was written is
+    not always found for a while. ``garbled``: bytes read are damaged. ``short``: half of a payload is stored, and
+    nobody is told. ``slow``: it takes seconds."""
+
+    lost: float = 0.0
+    unanswered: float = 0.0
+    late: float = 0.0
+    again: float = 0.0
+    hidden: float = 0.0
+    garbled: float = 0.0
+    short: float = 0.0
+    slow: float = 0.0
+    latency_s: float = 0.02
+    late_s: float = 5.0
+    hidden_s: float = 3.0
+    slow_s: float = 4.0
+
+
+@dataclass
+class Shelf:
+    """What the store really holds. ``landed`` is told of each object that appears; ``outages`` are ends of the times
+    for which nobody (key ``""``) or one client reaches it."""
+
+    world: World
+    faults: StoreFaults
+    landed: Landed = lambda key, data: None
+    objects: dict[str, bytes] = field(default_factory=dict)
+    once: set[str] = field(default_factory=set)
+    hidden: dict[str, float] = field(default_factory=dict)
+    outages: dict[str, float] = field(default_factory=dict)
+
+    def put(self, key: str, data: bytes) -> None:
+        if key in self.once and self.objects.get(key) != data:
+            self.world.fail(f"the create-once object {key} was replaced")
+        self._place(key, data)
+
+    def create(self, key: str, data: bytes) -> None:
+        if key in self.objects:
+            raise AlreadyExistsError(f"{key} is taken")
+        self.once.add(key)
+        self._place(key, data)
+
+    def _place(self, key: str, data: bytes) -> None:
+        if key not in self.objects and self.world.chance(self.faults.hidden):
+            self.hidden[key] = self.world.now + self.world.random.random() * self.faults.hidden_s
+        self.objects[key] = data
+        self.landed(key, data)
+
+    def find(self, key: str) -> bytes:
+        """As a reader sees it now."""
+        data = self.objects.get(key)
+        if data is None or (self.hidden.get(key, 0.0) > self.world.now and self.world.random.random() < 0.7):
+            raise NotFoundError(f"{key} is not there")
+        return data
+
+    def reached_by(self, client: str) -> bool:
+        return self.world.now >= max(self.outages.get("", 0.0), self.outages.get(client, 0.0))
+
+
+class Client:
+    """``ports.Store`` of one process; ``place`` names it in outages."""
+
+    def __init__(self, shelf: Shelf, process: Process, place: str) -> None:
+        self._shelf, self._process, self._place = shelf, process, place
+        self._world, self._faults = shelf.world, shelf.faults
+
+    @property
+    def url(self) -> str:
+        return "sim://store"
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        whole = bytes(data)
+        short = "/pl/" in key and self._world.chance(self._faults.short)
+        if short:
+            self._world.note(self._process.name, f"fault: {key} is stored short")
+            whole = whole[: len(whole) // 2]
+        self._call("put", key, lambda: self._shelf.put(key, whole), changes=True, once=short)
+
+    def create(self, key: str, data: bytes) -> None:
+        self._call("create", key, lambda: self._shelf.create(key, data), changes=True)
+        if self._world.chance(self._faults.again):
+            raise AlreadyExistsError(f"{key} is taken")
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        stop = None if length is None else start + length
+        return self._garbled(self._call("get", key, lambda: self._shelf.find(key)[start:stop]))
+
+    def size(self, key: str) -> int:
+        return self._call("size", key, lambda: len(self._shelf.find(key)))
+
+    def list(self, prefix: str = "") -> Iterator[tuple[str, int]]:
+        below = f"{prefix.rstrip('/')}/" if prefix else ""
+        objects = self._call("list", prefix, lambda: sorted(self._shelf.objects.items()))
+        return ((key, len(data)) for key, data in objects if key.startswith(below))
+
+    def delete(self, key: str) -> None:
+        self._call("delete", key, lambda: self._delete(key), changes=True)
+
+    def _delete(self, key: str) -> None:
+        self._shelf.objects.pop(key, None)
+
+    # ------------------------------------------------------------------------------------ the way there and back
+
+    def _call(self, verb: str, key: str, effect: Callable[[], T], *, changes: bool = False, once: bool = False) -> T:
+        world, process = self._world, self._process
+        process.step(f"{verb} {key}")
+        self._travel()
+        if not self._shelf.reached_by(self._place):
+            process.rest(world.random.random() * self._faults.slow_s)
+            raise UnavailableError(f"{verb} {key}: the store cannot be reached")
+        if world.chance(self._faults.lost):
+            raise UnavailableError(f"{verb} {key}: the request was lost")
+        if changes and not once and world.chance(self._faults.late):
+            self._later(verb, key, effect)
+            raise UnavailableError(f"{verb} {key}: no answer in time")
+        result = effect()
+        process.alive()
+        self._travel()
+        if changes:
+            process.step(f"{verb} {key} done")
+        if world.chance(self._faults.unanswered):
+            raise UnavailableError(f"{verb} {key}: the answer was lost")
+        return result
+
+    def _travel(self) -> None:
+        random, faults = self._world.random, self._faults
+        seconds = random.random() * faults.latency_s
+        if self._world.chance(faults.slow):
+            seconds += random.random() * faults.slow_s
+        self._process.rest(seconds)
+
+    def _later(self, verb: str, key: str, effect: Callable[[], object]) -> None:
+        def land() -> None:
+            try:
+                effect()
+            except AlreadyExistsError:
+                what = "came too late"
+            else:
+                what = "arrived late"
+            self._world.note("store", f"{verb} {key} of {self._process.name} {what}")
+
+        self._world.at(self._world.random.random() * self._faults.late_s, land)
+
+    def _garbled(self, data: bytes) -> bytes:
+        world = self._world
+        if not data or not world.chance(self._faults.garbled):
+            return data
+        at = world.random.randrange(len(data))
+        world.note(self._process.name, "fault: what was read is damaged")
+        if world.random.random() < 0.3:
+            return data[:at]
+        return data[:at] + bytes([data[at] ^ (1 << world.random.randrange(8))]) + data[at + 1 :]
