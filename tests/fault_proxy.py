@@ -120,7 +120,7 @@ class FaultProxy:
         if fault is Fault.CORRUPT and request.verb != "GET":
             return None
         if fault is Fault.BURST:
-            self._refusing = self._random.randint(1, 6)
+            self._refusing = self._random.randint(1, 4)
         self.struck[fault] += 1
         return fault
 

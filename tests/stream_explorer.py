@@ -65,9 +65,10 @@ class Broken(Exception):
 class Fate:
     """What may happen in one exploration. ``script`` has, attempt by attempt, the modes and targets that its opener
     may choose. ``slips``: so many writes do nothing. ``evictions``: how many votes COMMITs may lack; None: any number.
-    ``streams``: receivers write before COMMIT; ``switches``: a new agent may think otherwise. ``orders``: positions of
-    one write are written in any order. ``tight``: a list's end comes with its last payload. ``last``: the mode of the
-    attempt by which a run without faults ends.
+    ``streams``: receivers write before COMMIT; ``switches``: a new agent may think otherwise. ``forgets``: a crash may
+    take the spool with it. ``late``: the last of a list may not be visible yet, even if it was before; these two may
+    cost an anchor. ``orders``: positions of one write are written in any order. ``tight``: a list's end comes with its
+    last payload. ``last``: the mode of the attempt by which a run without faults ends.
 
     The last four are rules of the opener and of memory, to be broken: what it overwrites ("whole" union, only what
     "changed", or "none"), whether it ends lists, whether it takes only what is committed for the base, and whether
@@ -81,6 +82,8 @@ class Fate:
     evictions: int | None = None
     streams: bool = True
     switches: bool = False
+    forgets: bool = False
+    late: bool = False
     orders: bool = True
     tight: bool = False
     last: Mode = STREAM
@@ -334,7 +337,8 @@ Kept = tuple[int, str, Bits]
 
 class Own(NamedTuple):
     """The state of one receiver. ``reading`` is what it has read of an attempt so far; ``voted`` the attempt that it
-    has voted for (below 0: with memory that is gone since). ``may_load``: memory was lost, an anchor may be loaded."""
+    has voted for (below 0: with weights that are gone since). ``may_load``: memory was lost, and an anchor
+    may be loaded."""
 
     machine: Follower
     queue: tuple[m.Action, ...]
@@ -361,10 +365,12 @@ def boot(own: Own, make: Callable[[], Follower]) -> Own:
 
 
 def crashed(own: Own, fate: Fate) -> tuple[Own, ...]:
-    if not fate.keeps:
-        own = own._replace(bits=LOST, spool=())
-    there = boot(own, fate.make)
-    return (there, boot(own, replace(fate, streams=not fate.streams).make)) if fate.switches else (there,)
+    """What a new agent may be."""
+    found = [own if fate.keeps else own._replace(bits=LOST, spool=())]
+    if fate.forgets and own.spool:
+        found.append(own._replace(spool=(), may_load=True))
+    makers = [fate.make, *([replace(fate, streams=not fate.streams).make] if fate.switches else [])]
+    return tuple(boot(one, make) for one in found for make in makers)
 
 
 def lost(own: Own, fate: Fate) -> Own:
@@ -376,8 +382,10 @@ def step(own: Own, orders: bool) -> list[Own]:
     """What the next action, or one part of it, may lead to; not for those that read the log."""
     action, done = own.queue[0], own._replace(queue=own.queue[1:])
     if isinstance(action, m.WriteHeader):
-        clean = action.header.state is State.CLEAN
-        return [done._replace(header=action.header, may_load=own.may_load and not clean)]
+        state = action.header.state
+        voted = -abs(own.voted) if state is State.UNKNOWN else own.voted
+        may_load = own.may_load and state is not State.CLEAN
+        return [done._replace(header=action.header, voted=voted, may_load=may_load)]
     if isinstance(action, m.DropStage):
         return [done._replace(spool=())]
     if isinstance(action, m.Pause | m.Resume):
@@ -523,6 +531,16 @@ def read_on(own: Own, number: int, entry: Entry | None, base: Bits) -> Own:
     return own.feed(m.AttemptRead(records(entry._replace(listed=listed, ended=ended, end=OPEN), base)))
 
 
+def too_early(own: Own) -> Iterator[Own]:
+    """What has just been read of batches, without the last of one list."""
+    for p in (0, 1) if own.reading else ():
+        listed, ended = own.reading  # type: ignore[misc]
+        if ended[p] in (OWN, OTHER):
+            yield own._replace(reading=(listed, put(ended, p, NO)), may_load=True)
+        elif listed[p]:
+            yield own._replace(reading=(put(listed, p, listed[p] - 1), put(ended, p, NO)), may_load=True)
+
+
 # ------------------------------------------------------------------------------------------ exploration
 
 
@@ -537,6 +555,10 @@ class Result(NamedTuple):
     bad: str | None
     complete: bool = False
     trace: tuple[str, ...] = ()
+
+
+WALK = 50
+"""Steps of a walk in depth, about."""
 
 
 class Explorer:
@@ -591,7 +613,8 @@ class Explorer:
     def _computed(self, own: Own, log: int, number: int) -> tuple[int, ...] | Broken:
         try:
             if number:
-                return (self.id(read_on(own, number, *self._piece(log, number))),)
+                read = [read_on(own, number, *self._piece(log, number))]
+                return tuple(self.id(new) for new in (*read, *(too_early(read[0]) if self.fate.late else ())))
             return tuple(self.id(new) for new in step(own, self.fate.orders))
         except Broken as broken:
             return broken
@@ -705,11 +728,13 @@ class Explorer:
 
     def run(self, limit: int, seed: int | None = None) -> Result:
         """All states, up to ``limit``: breadth first, so that the first that is wrong has a shortest trace; or, with a
-        ``seed``, depth first in an order of chance, which gets further before the limit."""
-        start, chance = self.start(), random.Random(seed)  # noqa: S311
+        ``seed``, by walks in depth from states of chance, which get further before the limit."""
+        start, chance = self.start(), random.Random(seed)
         before: dict[World, World | None] = {start: None}
         queue = deque([start])
         while queue and len(before) < limit:
+            if seed is not None and chance.random() < 1 / WALK:
+                queue.rotate(chance.randrange(len(queue)))
             world = queue.popleft() if seed is None else queue.pop()
             try:
                 for who in world[1]:
@@ -767,6 +792,8 @@ EACH_CHANGE: dict[str, Fate] = {
     "stage, stream": Fate((((STAGE, A),), ((STREAM, A), (STREAM, BASE))), tight=True),
     "stream, nobody streams": Fate((((STREAM, A),), ((STREAM, B),)), streams=False),
     "stream, agents switch": Fate((((STREAM, A),), ((STREAM, BASE),)), switches=True, orders=False, tight=True),
+    "stream, stream, spool lost": Fate((((STREAM, C),), ((STREAM, B),)), forgets=True, orders=False, tight=True),
+    "stream, stage, late": Fate((((STREAM, A),), ((STAGE, B),)), late=True, orders=False, tight=True),
     "three streams": Fate((((STREAM, C),), ((STREAM, D),), ((STREAM, C),)), crashes=0, orders=False, tight=True),
     "stream, stage, stream": Fate((((STREAM, A),), ((STAGE, BASE),), ((STREAM, B),)), crashes=0, tight=True),
 }
@@ -781,6 +808,8 @@ RELEASE: dict[str, Fate] = {
     "three": Fate((EITHER[:2], EITHER, EITHER), crashes=0),
     "three, one crash": Fate((((STREAM, A),), ((STREAM, B),), ((STREAM, BASE),)), tight=True),
     "two, agents switch": Fate((EITHER, EITHER), switches=True),
+    "two, spool lost": Fate((EITHER, EITHER), forgets=True),
+    "two, late": Fate((EITHER, EITHER), late=True),
 }
 """For a release: as many states of each as there is time for."""
 
@@ -803,4 +832,4 @@ def say(**line: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:2])))
+    sys.exit(main(*map(int, sys.argv[1:3])))

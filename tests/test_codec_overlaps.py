@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from deltarefit import MemoryBaseline, _kernel, codec
+from deltarefit import MemoryBaseline, _kernel, apart, codec
 from deltarefit.anchors import _Coverage
 from deltarefit.codec import encode_full, open_payload
 from deltarefit.errors import FormatError
@@ -48,7 +48,7 @@ def refused(*pieces: Any, says: str = "(pieces|deltas) of tensor 0 overlap") -> 
     with pytest.raises(FormatError, match=f"new payload: {says}"):
         payload_of(*pieces)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codec, "_check_apart", lambda *_: None)
+        patch.setattr(codec, "check_apart", lambda *_: None)
         payload = payload_of(*pieces)
     with pytest.raises(FormatError, match=f"payload {payload[1].sha256[:12]}: ({says}|deltas out of order)"):
         open_payload(*payload)
@@ -130,7 +130,7 @@ def test_a_piece_counts_from_its_first_delta_to_its_last() -> None:
 def test_proofs_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     comb = [Piece(0, at, 100, 1, 1, 10) for at in range(10)]
     open_payload(*payload_of(*comb))
-    monkeypatch.setattr(codec, "MAX_MEETINGS", 44)
+    monkeypatch.setattr(apart, "MAX_MEETINGS", 44)
     refused(*comb, says="too many pieces")
     open_payload(*payload_of(*comb[:9]))
 

@@ -31,10 +31,14 @@ import pytest
 from deltarefit import Publisher, Receiver, open_store
 from deltarefit.elements import Elements
 from deltarefit.errors import RefitError
-from deltarefit.manifest import Header, State
+from deltarefit.landing import Windows
+from deltarefit.manifest import Header, PayloadRef, State
 from deltarefit.ports import Store
 from deltarefit.protocol import follower
 from deltarefit.protocol.messages import Op
+from deltarefit.publishing import share
+from deltarefit.publishing.touched import Touched
+from deltarefit.records import Digest
 from deltarefit.runlog import RunLog
 from tests import helpers as h
 from tests.test_kills import ROOT, Counters, SharedTarget, fork, next_step
@@ -52,6 +56,8 @@ AHEAD = 2
 """Most versions that the publisher is ahead of the slowest receiver, so that every version is refitted."""
 ROUND_KILLS = 250
 """Kills in one store, whose log only grows."""
+DEADLINE_S = 0.6
+"""A publish does not wait longer than this for votes of receivers, which die all the time."""
 END_S = 60.0
 """A storm that has blown over must be at the head within this."""
 NAMES = ("kills", "publisher_kills", "dirty", "torn", "loads", "wrong", "versions", "rounds")
@@ -84,7 +90,7 @@ def check_storm(counts: dict[str, int], kills: int) -> None:
     assert counts["versions"] >= kills // 10
 
 
-MODES = ("stage",)
+MODES = ("stage", "stream")
 
 
 @pytest.mark.slow
@@ -97,19 +103,25 @@ def test_a_storm(mode: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", ["unguarded", "done-bitmap"])
-def test_a_storm_finds_damage_where_nothing_guards(broken: str) -> None:
+def test_a_storm_finds_wrong_bits_where_nothing_guards(broken: str) -> None:
     """Payloads applied again from their start, whatever a killed agent had done of them; nobody sums afterwards."""
-    counts = run_storm("stage", 400, broken)
+    counts = run_storm("stage", 600, broken)
     assert counts["wrong"] > 0
     assert counts["torn"] == 0
 
 
 @pytest.mark.slow
-def test_a_storm_finds_loads_where_torn_payloads_are_not_set() -> None:
-    """With the sums after the write in place, no bit is wrong, but memory that survived is loaded anew."""
-    counts = run_storm("stage", 400, "never-set")
+@pytest.mark.parametrize(("mode", "broken"), [("stage", "never-set"), ("stream", "no-union")])
+def test_a_storm_finds_loads_where_only_sums_are_left(mode: str, broken: str) -> None:
+    """Sums find it before anything wrong is CLEAN, but memory that survived is loaded anew."""
+    counts = run_storm(mode, 600, broken)
     assert counts["loads"] > 0
     assert counts["wrong"] == 0
+
+
+@pytest.mark.slow
+def test_a_storm_finds_what_failed_attempts_left() -> None:
+    assert run_storm("stream", 600, "no-union-nor-proof")["wrong"] > 0
 
 
 # ------------------------------------------------------------------------------------------ weights of any step
@@ -157,9 +169,9 @@ def receive(store: Store, target: SlowTarget, counters: Counters, options: dict[
     Receiver(store, target, emit=counters, poll_s=0.01, **options).follow()
 
 
-def publish(store: Store, seed: int, targets: Sequence[SlowTarget], baseline: Path | None) -> None:
+def publish(store: Store, seed: int, targets: Sequence[SlowTarget], options: dict[str, Any]) -> None:
     source = h.ArraySource(model_at(seed, 0), SHAPES)
-    with contextlib.closing(Publisher(store, source, baseline=baseline, threads=1, payload_bytes=60_000)) as publisher:
+    with contextlib.closing(Publisher(store, source, threads=1, payload_bytes=60_000, **options)) as publisher:
         for step in itertools.count(next_step(store)):
             source.model = model_at(seed, step)
             version = publisher.publish(step).version
@@ -222,8 +234,10 @@ class Storm:
     def _agent(self, name: str) -> Callable[[], object]:
         if name == "publisher":
             kept = self.baseline if self.chooser.random() < 0.8 else None
-            return lambda: publish(self.store, self.seed, self.targets, kept)
-        options = {"threads": self.chooser.randint(1, 3), "prove": self.chooser.random() < 0.5}
+            votes = self.chooser.choice(["all", "none", 1])
+            making = {"baseline": kept, "mode": self.mode, "votes": votes, "deadline_s": DEADLINE_S}
+            return lambda: publish(self.store, self.seed, self.targets, making)
+        options = {"threads": self.chooser.randint(1, 3), "prove": self.chooser.random() < 0.5, "name": f"r{name}"}
         target, slow = self.targets[int(name)], self.chooser.random() < 0.85
         return lambda: receive(self.store, target, self.counters, options, slow)
 
@@ -269,7 +283,8 @@ class Storm:
 
     def settle(self) -> None:
         """Nobody dies any more: one more version, and everyone is at the head with its bits."""
-        with contextlib.closing(Publisher(self.store, self.source(), baseline=self.baseline, threads=1)) as publisher:
+        making = {"baseline": self.baseline, "threads": 1, "votes": "none"}
+        with contextlib.closing(Publisher(self.store, self.source(), **making)) as publisher:
             head = publisher.publish(next_step(self.store)).version
         check_log(self.store, self.seed)
         for target in self.targets:
@@ -300,26 +315,32 @@ def check_log(store: Store, seed: int) -> None:
 # ------------------------------------------------------------------------------------------ planted faults
 
 
-def never_set(live: Any, pre: Any, post: Any) -> Op:
-    return Op.SKIP if live == post else Op.APPLY
+def never_set(live: Digest, ref: PayloadRef) -> Op:
+    return Op.SKIP if live == ref.post else Op.APPLY
+
+
+def only_never_set() -> None:
+    """What was begun is applied again from its start."""
+    follower._op = never_set
 
 
 def unguarded() -> None:
     """What was begun is applied again from its start, and believed."""
-    follower._op = never_set
-    committed = follower.Follower._committed
-    follower._HANDLERS[follower.Phase.WRITING, follower.Written] = lambda self, event: committed(self)
+    only_never_set()
+
+    def believed(self: follower.Follower, event: follower.Written) -> Any:
+        return self._written(follower.Written(tuple(ref.post for ref in self.refs)))
+
+    follower._HANDLERS[follower.Phase.WRITING, follower.Written] = believed
 
 
 def done_bitmap() -> None:
     """A payload is marked once it is written, and then passed over; one that was begun is applied again."""
-    from deltarefit.landing import Windows
-
     unguarded()
-    follower._op = lambda live, pre, post: Op.APPLY
+    follower._op = lambda live, ref: Op.APPLY
     write = Windows.write
 
-    def marked(self: Windows, ref: Any, op: Op) -> None:
+    def marked(self: Windows, ref: PayloadRef, op: Op) -> None:
         spool = self.weights.target.spool
         if spool.get(ref.sha256[:60] + ".d0e") is None:
             write(self, ref, op)
@@ -328,8 +349,18 @@ def done_bitmap() -> None:
     Windows.write = marked  # type: ignore[method-assign]
 
 
-def only_never_set() -> None:
-    follower._op = never_set
+def no_union() -> None:
+    """The next attempt sets only what it changes itself, not what failed ones may have left."""
+    share.touched_since = lambda *arguments: Touched()
+
+
+def no_union_nor_proof() -> None:
+    no_union()
+
+    def believed(self: follower.Follower, event: follower.Proven) -> Any:
+        return self._proven(follower.Proven(self._target_digest()))
+
+    follower._HANDLERS[follower.Phase.PROVING, follower.Proven] = believed
 
 
 BROKEN: dict[str, Callable[[], None]] = {
@@ -337,11 +368,19 @@ BROKEN: dict[str, Callable[[], None]] = {
     "unguarded": unguarded,
     "done-bitmap": done_bitmap,
     "never-set": only_never_set,
+    "no-union": no_union,
+    "no-union-nor-proof": no_union_nor_proof,
 }
 
 
-SHOWS = {"unguarded": "wrong", "done-bitmap": "wrong", "never-set": "loads"}
-"""By what a storm shows the damage."""
+SHOWS = {
+    "unguarded": "wrong",
+    "done-bitmap": "wrong",
+    "never-set": "loads",
+    "no-union": "loads",
+    "no-union-nor-proof": "wrong",
+}
+"""By what a storm shows the damage: wrong bits, or loads of memory that survived."""
 
 
 def storms(mode: str, kills: int, seed: int, broken: str = "") -> dict[str, int]:

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent / "src" / "deltarefit"
 
 LAYERS: dict[str, int] = {
     "errors": 0, "elements": 0, "_kernel": 0,
-    "records": 1, "manifest": 1, "pieces": 1, "codec": 1, "digest": 1, "protocol": 1, "safetensors_layout": 1,
+    "records": 1, "manifest": 1, "pieces": 1, "codec": 1, "catalogs": 1, "apart": 1, "digest": 1, "protocol": 1,
+    "safetensors_layout": 1,
     "affine": 1, "signing": 1, "trust": 1, "retention": 1,
     "ports": 2, "baseline": 2, "events": 2, "localfiles": 2, "exchange": 2, "tracing": 2, "pool": 2,
     "runtime": 2, "keyfiles": 2,
@@ -21,7 +22,8 @@ LAYERS: dict[str, int] = {
     "notary": 2,
     "weights": 3, "landing": 3, "runlog": 3, "recent": 3,
     "pins": 3, "pruning": 3, "composition": 3, "advice": 3,
-    "attendance": 3, "anchors": 3, "anchoring": 3, "staging": 3, "asof": 3, "pipeline": 3, "receiver": 3,
+    "attendance": 3, "beginning": 3,
+    "anchors": 3, "anchoring": 3, "staging": 3, "asof": 3, "pipeline": 3, "receiver": 3,
     "publisher": 3, "publishing": 3,
     "cli": 4, "demo": 4, "bench": 4, "testing": 4, "doctor": 4, "compare": 4, "verify": 4, "inspection": 4,
     "simulation": 4,

@@ -13,6 +13,7 @@ import pytest
 import zstandard
 
 from deltarefit import Publisher, Receiver, anchors, codec, runlog
+from deltarefit.beginning import Beginning
 from deltarefit.errors import NotFoundError, RefitError
 from deltarefit.landing import Windows
 from deltarefit.manifest import Header, ProducerManifest, State
@@ -99,7 +100,7 @@ def seed_not_proven(patch: Patch) -> None:
 
 
 def start_not_proven(patch: Patch) -> None:
-    patch.setattr(Receiver, "_believable_header", lambda self: self.target.read_header())
+    patch.setattr(Beginning, "header", lambda self, ours: self.target.read_header())
 
 
 def dirty_not_written(patch: Patch) -> None:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import time
 import tracemalloc
 from collections.abc import Callable
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -22,11 +24,14 @@ from deltarefit.errors import (
     FormatError,
     IntegrityError,
     NotFoundError,
+    RefitError,
     SignatureError,
+    UnavailableError,
     UsageError,
 )
 from deltarefit.manifest import (
     Anchor,
+    Batch,
     Catalog,
     Decision,
     FileRef,
@@ -38,13 +43,15 @@ from deltarefit.manifest import (
     ProducerManifest,
 )
 from deltarefit.notary import Notary
+from deltarefit.pieces import Piece
 from deltarefit.ports import Store
-from deltarefit.records import Digest
+from deltarefit.records import Digest, split_signature
 from deltarefit.runlog import RunLog
-from deltarefit.signing import Signer
+from deltarefit.signing import Kind, Signature, Signer
 from deltarefit.trust import Role, Trust
 from deltarefit.verify import Verifier, bits_of_target
 from tests import helpers as h
+from tests import ranks as r
 from tests.signed import KINDS, Scene, Spied, new_signer, plain, publish, refused, resign, scene, trust_in, trusted
 
 ALLOWANCE = 64 << 20
@@ -515,3 +522,116 @@ def test_declared_sizes_have_limits() -> None:
 def test_a_missing_run_is_not_an_attack() -> None:
     with pytest.raises(NotFoundError):
         Receiver(h.new_store(), h.StrictTarget(""), trust=trust_in(new_signer()))
+
+
+# ------------------------------------------------------------------------------------------ several producers
+
+
+class KeyedTrainer(r.Trainer):
+    """Two ranks with a key each; rank 0 owns half of tensor 0 and all of 2, rank 1 the other half of 0."""
+
+    def __init__(self, store: Store, model: h.Model, signers: list[Signer], trust: Trust | None, mode: Mode) -> None:
+        halves = [[Piece(0, 0, 150, 150), Piece(2, 0, 20, 20)], [Piece(0, 150, 100, 100), Piece(0, 250, 50, 50)]]
+        self.board = r.Board(2)
+        self.stores = [r.Forwarding(store), r.Forwarding(store)]
+        catalog = h.catalog_of(model, h.SMALL)
+        self.sources = [
+            r.PieceSource(model, catalog, pieces, exchange)
+            for pieces, exchange in zip(halves, self.board.ranks, strict=True)
+        ]
+        how = {"threads": 1, "deadline_s": 20.0, "payload_bytes": 60, "votes": "none", "mode": mode, "trust": trust}
+        self.publishers = self.each(
+            lambda rank: Publisher(self.stores[rank], self.sources[rank], sign=signers[rank], **how)  # type: ignore[arg-type]
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("mode", Mode, ids=str)
+def test_producers_with_a_key_each(mode: Mode, kind: Kind) -> None:
+    """Rank 1's key may produce for its number and its tensor, and nothing else. An attempt that fails is closed, and
+    rank 1's list ended, by rank 0's key."""
+    signers = [new_signer(kind, "rank0"), new_signer(kind, "rank1")]
+    limits = {"roles": frozenset({Role.PRODUCER}), "producers": frozenset({1}), "tensors": "a."}
+    trust = trust_in(trusted(signers[0], producers=frozenset({0})), trusted(signers[1], **limits))  # type: ignore[arg-type]
+    store, model = h.new_store(), h.random_model(np.random.default_rng(5), h.SMALL)
+    trainer = KeyedTrainer(store, model, signers, trust, mode)
+    target = h.StrictTarget(trainer.publishers[0].log.run)
+    with closing(trainer), closing(Receiver(store, target, threads=1, trust=trust)) as receiver:
+        trainer.publish()
+        for number in range(2, 5):
+            h.step(np.random.default_rng(number), model, "all")
+            if number == 3:
+                fail_after(trainer.stores[1], 1)
+                with pytest.raises(RefitError):
+                    trainer.publish()
+                vars(trainer.stores[1]).pop("put")
+            trainer.publish()
+            receiver.follow(once=True)
+            assert h.bits(target) == h.bytes_of(model)
+    by = {name: _signers_of(store, name) for name in ("/intent", "/p/0", "/p/1", "/b/0/", "/b/1/", "/outcome")}
+    assert (by["/intent"], by["/p/0"], by["/p/1"]) == ({"rank0"}, {"rank0"}, {"rank1"})
+    assert "rank0" in by["/outcome"]
+    if mode is Mode.STREAM:
+        assert (by["/b/0/"], by["/b/1/"]) == ({"rank0"}, {"rank0", "rank1"}), "one list was ended for rank 1"
+
+
+@pytest.mark.parametrize("forger", ["nobody", "a stranger", "an insider", "a record of another place"])
+def test_nothing_is_streamed_that_no_trusted_key_announced(
+    made: Scene, forger: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In mode stream receivers write before COMMIT: what is announced must be signed, and be its signer's."""
+    store, place = made.upto(2), A3 + "b/0/0"
+    signer, trust = insider(made, {Role.PRODUCER}, producers=frozenset({1}))
+    intent = Intent(made.run, 3, 2, _digest(store, 2), Mode.STREAM, "ab" * 16)
+    refs = RunLog.open(made.store).attempt(3).payloads
+    batch = Batch(made.run, 3, 0, 0, refs, False, "ab" * 16)
+    store.create(A3 + "intent", Notary(made.signer).bytes_of(intent, made.run, A3 + "intent"))
+    good = Notary(made.signer).bytes_of(batch, made.run, place)
+    store.put(
+        place,
+        {
+            "nobody": batch.to_bytes(),
+            "a stranger": Notary(new_signer(made.signer.kind, "stranger")).bytes_of(batch, made.run, place),
+            "an insider": Notary(signer).bytes_of(batch, made.run, place),
+            "a record of another place": Notary(made.signer).bytes_of(batch, made.run, A3 + "b/0/1"),
+        }[forger],
+    )
+    target = holding(made, 2)
+    refused(store, trust, target, monkeypatch, SignatureError)
+    for ref in refs:
+        key = f"{A3}pl/{ref.sha256}"
+        store.put(key, made.store.get(key))
+    store.put(place, good)
+    spied, end = Spied(store), time.monotonic() + 20
+    with closing(Receiver(spied, target, threads=1, poll_s=0.01, trust=trust)) as receiver:
+        receiver.follow(stop=lambda: bool(spied.payloads) or time.monotonic() > end)
+    assert spied.payloads, "and what is right is fetched"
+
+
+def _signers_of(store: Store, part: str) -> set[str]:
+    keys = [key for key, _ in store.list("a/") if part in key and "/pl/" not in key]
+    return {Signature.parse(split_signature(store.get(key), key)[1], key).key for key in keys}
+
+
+def fail_after(store: r.Forwarding, puts: int) -> None:
+    """The store takes so many objects more."""
+    left = [puts]
+
+    def put(key: str, data: bytes) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise UnavailableError("gone")
+        store.inner.put(key, data)
+
+    store.put = put  # type: ignore[attr-defined]
+
+
+def test_a_rank_whose_key_may_not_produce_commits_nothing() -> None:
+    signers = [new_signer(name="rank0"), new_signer(name="rank1")]
+    trust = trust_in(trusted(signers[0]), trusted(signers[1], producers=frozenset({2})))
+    trainer = KeyedTrainer(h.new_store(), h.random_model(np.random.default_rng(5), h.SMALL), signers, trust, Mode.STAGE)
+    with closing(trainer):
+        found = trainer.outcomes(lambda rank: trainer.publishers[rank].publish())
+        assert isinstance(found[0], SignatureError)
+        assert isinstance(found[1], RefitError)
+        assert trainer.publishers[0].log.head() is None

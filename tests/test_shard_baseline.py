@@ -13,7 +13,7 @@ from deltarefit import runtime
 from deltarefit.baseline import MemoryBaseline
 from deltarefit.events import Event
 from deltarefit.pieces import whole
-from deltarefit.publishing import foreign, shard_baseline
+from deltarefit.publishing import foreign
 from deltarefit.publishing.shard_baseline import ShardBaseline
 from deltarefit.publishing.shards import MemoryBits
 from deltarefit.runlog import RunLog

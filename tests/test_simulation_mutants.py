@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from deltarefit.beginning import Beginning
 from deltarefit.errors import UnavailableError
 from deltarefit.landing import Windows
 from deltarefit.manifest import State
@@ -41,14 +41,29 @@ def torn_is_applied(patch: Patch) -> None:
     patch.setattr(f, "_op", lambda live, ref: m.Op.SKIP if live == ref.post else m.Op.APPLY)
 
 
-def dirty_after_the_first_byte(patch: Patch) -> None:
+def dirty_is_not_written(patch: Patch) -> None:
     real = f.Follower._dirty
 
     def dirty(self: f.Follower, attempt: Any) -> f.Step:
-        after, (pause, header) = real(self, attempt)
-        return after, (pause, m.ReadAttempt(attempt.number)) if False else (pause,)
+        after, actions = real(self, attempt)
+        return after, actions[:1]
 
     patch.setattr(f.Follower, "_dirty", dirty)
+
+
+def header_comes_after_the_bytes(patch: Patch) -> None:
+    real = Receiver._do
+
+    def do(self: Receiver, action: m.Action) -> Any:
+        later = self._queue[0] if self._queue else None
+        if isinstance(action, m.WriteHeader) and action.header.state is State.DIRTY and isinstance(later, m.Write):
+            self._queue.popleft()
+            answer = real(self, later)
+            real(self, action)
+            return answer
+        return real(self, action)
+
+    patch.setattr(Receiver, "_do", do)
 
 
 def resumes_before_clean(patch: Patch) -> None:
@@ -76,7 +91,7 @@ def written_is_not_read_back(patch: Patch) -> None:
 
 
 def starts_unproven(patch: Patch) -> None:
-    patch.setattr(Receiver, "_believable_header", lambda self: self.target.read_header())
+    patch.setattr(Beginning, "header", lambda self, ours: self.target.read_header())
 
 
 def loads_unproven(patch: Patch) -> None:
@@ -141,7 +156,9 @@ def takes_any_intent_for_its_own(patch: Patch) -> None:
 def commits_what_does_not_add_up(patch: Patch) -> None:
     patch.setattr(c, "check_manifests", lambda intent, manifests: None)
     patch.setattr(c, "check_lists", lambda intent, manifests, batches: None)
-    patch.setattr(c, "new_digest", lambda intent, manifests: sum((one.part for one in manifests), type(intent.base_digest)()))
+    patch.setattr(
+        c, "new_digest", lambda intent, manifests: sum((one.part for one in manifests), type(intent.base_digest)())
+    )
     patch.setattr(SegmentEncoder, "check", lambda self, expected: None)
 
 
@@ -176,13 +193,8 @@ def baseline_stays_behind(patch: Patch) -> None:
     patch.setattr(ShardBaseline, "move", lambda self, version: None)
 
 
-def baseline_is_believed(patch: Patch) -> None:
-    """Whatever its header says, and whatever the source's own bits sum up to."""
-
-    def believable(self: ShardBaseline) -> Any:
-        header = self._bits.read_header()
-        return header if header is not None else self._new_header(State.UNKNOWN, 0, type(self._header.digest)())
-
+def source_is_not_summed(patch: Patch) -> None:
+    """A wrong baseline is not noticed where the delta is made."""
     patch.setattr(SegmentEncoder, "check", lambda self, expected: None)
 
 
@@ -233,7 +245,8 @@ def last_element_is_not_compared(patch: Patch) -> None:
 MUTANTS: list[Callable[[Patch], None]] = [
     nothing_is_classified,
     torn_is_applied,
-    dirty_after_the_first_byte,
+    dirty_is_not_written,
+    header_comes_after_the_bytes,
     resumes_before_clean,
     does_not_pause,
     written_is_not_read_back,
@@ -250,7 +263,7 @@ MUTANTS: list[Callable[[Patch], None]] = [
     commits_without_the_others,
     baseline_moves_at_encode,
     baseline_stays_behind,
-    baseline_is_believed,
+    source_is_not_summed,
     stored_payloads_are_not_checked,
     hint_is_believed,
     open_attempts_are_passed,

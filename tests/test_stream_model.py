@@ -1,4 +1,8 @@
-"""The receiver machine in both modes, state by state; each rule of the protocol has a mutant that dies (§3.10)."""
+"""The receiver machine in both modes, state by state; each rule of the protocol has a mutant that dies (§3.10).
+
+M1, M2, M6, M7 and M8 break what openers and memory do, M3 to M5 and M9 to M13 the machine; M14 to M16 of mode stage are
+in ``test_follower`` as well.
+"""
 
 from __future__ import annotations
 

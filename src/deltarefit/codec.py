@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,11 @@ import safetensors
 import zstandard
 
 from deltarefit import _kernel
-from deltarefit.affine.coverage import cut, disjoint
+from deltarefit.apart import check_apart
 from deltarefit.elements import Elements
 from deltarefit.errors import FormatError, IntegrityError
 from deltarefit.manifest import MAX_PAYLOAD_BYTES, MAX_STREAM_BYTES, Catalog, PayloadRef
-from deltarefit.pieces import FLAT, Piece, Rows, piece_with
+from deltarefit.pieces import FLAT, Piece, Rows
 from deltarefit.records import Digest
 
 XOR, ADD, SET = 0, 1, 2
@@ -33,8 +33,6 @@ COLUMNS = 14
 PAYLOAD_TAG = "payload/1"
 TABLE = "table"
 ZSTD_LEVEL = 1
-MAX_MEETINGS = 1 << 16
-"""Most pairs of pieces of one tensor that interleave in one payload: each pair takes its own proof."""
 
 _Slice = bytes | memoryview
 DeltaRecord = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int]
@@ -113,7 +111,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class EncodedDelta:
-    """A delta with its stream names and digest sums, on its way into a payload; those with ``overwrites`` go into payloads
+    """A delta with its stream names and digest sums, on its way into a payload. Those with ``overwrites`` have payloads
     of their own."""
 
     delta: Delta
@@ -196,7 +194,7 @@ class PayloadBuilder:
         """The payload's bytes and the reference that a manifest carries. ``FormatError`` if no reader would take it:
         pieces overlap, or too many interleave."""
         self.encoded.sort(key=lambda encoded: encoded.delta.order)
-        _check_apart([encoded.delta for encoded in self.encoded], "new payload")
+        check_apart([encoded.delta for encoded in self.encoded], "new payload")
         rows = self.rows
         pre, post = sum((e.pre for e in self.encoded), Digest()), sum((e.post for e in self.encoded), Digest())
         streams = self._take_streams()
@@ -280,7 +278,7 @@ def open_payload(data: bytes, ref: PayloadRef, catalog: Catalog) -> list[Delta]:
     listed = [Delta(row[0], row[1:], ()) for row in _unpack_table(table, ref.deltas)]
     _check_table(listed, ref, catalog, where)
     deltas = list(_with_slices(listed, streams, where))
-    _check_apart(deltas, where)
+    check_apart(deltas, where)
     return deltas
 
 
@@ -367,55 +365,3 @@ def _take(views: dict[str, memoryview], used: dict[str, int], name: str, size: i
         return memoryview(b"")
     used[name] = start + size
     return views[name][start : start + size]
-
-
-def _check_apart(deltas: Sequence[Delta], where: str) -> None:
-    """No element is in two of these deltas, which are in order, nor in two pieces; of a piece counts all that lies from
-    its first delta to its last."""
-    for one, two in pairwise(deltas):
-        if one.order[:-1] == two.order[:-1] and two.start < one.stop:
-            raise FormatError(f"{where}: deltas of tensor {one.tensor} overlap", found=(one.stop, two.start))
-    for number, (a, b) in enumerate(_meetings(_stretches(deltas))):
-        if number == MAX_MEETINGS:
-            raise FormatError(f"{where}: too many pieces interleave", expected=f"<= {MAX_MEETINGS} pairs")
-        if not all(disjoint(one, two) for one in a.parts for two in b.parts):
-            raise FormatError(f"{where}: pieces of tensor {a.tensor} overlap", found=(a.rows, b.rows))
-
-
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Elements [start, stop) of a piece, which lie within [low, high) of the tensor."""
-
-    tensor: int
-    rows: Rows
-    start: int
-    stop: int
-    low: int
-    high: int
-
-    @property
-    def parts(self) -> list[Piece]:
-        return list(cut(piece_with(self.tensor, self.rows, self.stop), self.start, self.stop))
-
-
-def _stretches(deltas: Sequence[Delta]) -> Iterator[_Stretch]:
-    """Flat deltas as they are, all deltas of one piece as one; of tensors that have pieces."""
-    for _, of_tensor in groupby(deltas, key=lambda delta: delta.tensor):
-        mine = list(of_tensor)
-        if mine[-1].rows == FLAT:
-            continue
-        for rows, of_piece in groupby(mine, key=lambda delta: delta.rows):
-            listed = list(of_piece)
-            for several in [[delta] for delta in listed] if rows == FLAT else [listed]:
-                first, last = several[0], several[-1]
-                yield _Stretch(first.tensor, rows, first.start, last.stop, first.low, last.high)
-
-
-def _meetings(stretches: Iterable[_Stretch]) -> Iterator[tuple[_Stretch, _Stretch]]:
-    """Pairs that may share an element, as one begins before the other ends."""
-    near: list[_Stretch] = []
-    for stretch in sorted(stretches, key=lambda stretch: (stretch.tensor, stretch.low)):
-        near = [other for other in near if other.tensor == stretch.tensor and other.high > stretch.low]
-        for other in near:
-            yield other, stretch
-        near.append(stretch)

@@ -17,9 +17,10 @@ from typing import TypeVar
 from deltarefit import runtime
 from deltarefit.anchors import AnchorSearch, check_loaded, load_anchor
 from deltarefit.attendance import Attendance
-from deltarefit.errors import BaseMismatch, IntegrityError, NotFoundError, UnavailableError
+from deltarefit.beginning import Beginning
+from deltarefit.errors import IntegrityError, NotFoundError, RefitError, StorageFullError, UnavailableError
 from deltarefit.events import Emit, Event, ignore
-from deltarefit.manifest import Anchor, Header, State
+from deltarefit.manifest import Anchor, Held, State
 from deltarefit.notary import Notary
 from deltarefit.pins import CatchUpPin
 from deltarefit.ports import LiveTarget, Store, Target
@@ -131,7 +132,7 @@ class Receiver:
         self._pause_timings.clear()
         self._paused_at = 0.0
         try:
-            header = self._read_header()
+            header = self._beginning().read_header()
             if header is not None and header.state is State.CLEAN and not lost:
                 self.target.resume()
         except UnavailableError:
@@ -155,10 +156,14 @@ class Receiver:
         if not self._started:
             if isinstance(self.target, LiveTarget):
                 self.target.attach(self.log.run, self.log.catalog)
-            self._feed(m.HeaderRead(self._believable_header()))
+            self._feed(m.HeaderRead(self._beginning().header(self._machine)))
             self._started = True
         if self._queue and isinstance(waiting := self._queue[0], m.AwaitAttempt):
             self._queue[0] = m.ReadAttempt(waiting.number)
+
+    def _beginning(self) -> Beginning:
+        digest = self._staging.landing.digest
+        return Beginning(self.log, self.target, digest, self._say, prove=self.prove, switch_run=self._switch_run)
 
     def _new_machine(self) -> Follower:
         return Follower(self.log.run, self.log.catalog.identity, runtime.token()[:16])
@@ -183,70 +188,12 @@ class Receiver:
     def _refuse_twice(self, before: Follower) -> None:
         """Bits that come from an anchor are right: if the same version diverges again, the log is wrong, and a third
         load would not help either. The target stays CLEAN at that version."""
-        if before.version == self._diverged and before.phase in (Phase.CLEAN, Phase.STAGING):
+        if before.version == self._diverged and before.phase in (Phase.CLEAN, Phase.STAGING, Phase.FILLING):
             raise IntegrityError(
                 f"the version after {before.version} does not apply to its bits, which come from an anchor",
                 next_step="The publisher's baseline was wrong. Start a new run in another store.",
             )
         self._diverged = before.version
-
-    def _read_header(self) -> Header | None:
-        """The header; None, as on first start, if it is damaged."""
-        try:
-            return self.target.read_header()
-        except IntegrityError as error:
-            self._say("diverged", text=str(error))
-            return None
-
-    def _believable_header(self) -> Header | None:
-        header = self._read_header()
-        if header is not None and header.run != self.log.run and not self._switch_run:
-            step = "Give each run an empty directory (or model) of its own, or say that its weights may be replaced: "
-            raise BaseMismatch(
-                "the target holds weights of another run",
-                expected=self.log.run,
-                found=header.run,
-                next_step=step + "follow --switch-run, Receiver(switch_run=True).",
-            )
-        ours = (self.log.run, self.log.catalog.identity)
-        if isinstance(self.target, LiveTarget) and (header is None or header.catalog != ours[1]):
-            return self._adopted(self.target)
-        if header is None or header.state is not State.CLEAN or (header.run, header.catalog) != ours or not self.prove:
-            return header
-        started = time.perf_counter()
-        try:
-            found = self._staging.landing.digest()
-        except IntegrityError as error:  # of the live bits alone: nothing was read from the store
-            self._say("diverged", version=header.version, text=str(error))
-            return None
-        self._say("proven", "prove", header.version, seconds=time.perf_counter() - started)
-        if found == header.digest:
-            return header
-        self._say("diverged", version=header.version, text="live bits differ from the header's digest")
-        return None
-
-    def _adopted(self, target: LiveTarget) -> Header | None:
-        """A live target that has no header: nothing is written before its bits prove that every tensor lies where
-        ``attach`` found it. A version that the chain leads on from is adopted as it is."""
-        if (head := self.log.head()) is not None:  # whoever watches must not take an old version for the newest
-            self._say("head", version=head.number)
-        found = target.digest()
-        version = self.log.find_version(found)
-        if version is None and found != target.proof():
-            raise BaseMismatch(
-                "the live weights are neither a version of this run nor the checkpoint that the engine was started "
-                "from",
-                found=found,
-                next_step="Start the engine from a checkpoint of the model. Nothing was written.",
-            )
-        anchor = self.log.newest_anchor()
-        if version is None or (anchor is not None and anchor[0].version > version.attempt):
-            return None
-        ours = self._machine
-        header = Header(ours.run, ours.catalog, State.CLEAN, version.attempt, 0, found, 0, ours.incarnation)
-        target.write_header(header)
-        self._say("adopted", version=version.attempt)
-        return header
 
     def _beat(self) -> None:
         if self._attends:
@@ -343,7 +290,11 @@ class Receiver:
         try:
             stage = partial(self._staging.stage, action.attempt, action.refs)
             return m.Staged(self._timed("stage", action.attempt.number, stage))
+        except StorageFullError as error:
+            self._refuse(action.attempt, error)
+            raise
         except (IntegrityError, NotFoundError) as error:
+            self._refuse(action.attempt, error)
             anchor = self._search.past(self.version)
             if anchor is None:
                 raise
@@ -363,6 +314,11 @@ class Receiver:
     def _do_CastVote(self, action: m.CastVote) -> None:  # noqa: N802
         if self._attends:
             self._attendance.vote(action.attempt, action.held)
+
+    def _refuse(self, attempt: Attempt, error: RefitError) -> None:
+        """Nobody need wait for a vote that will not come."""
+        if self._attends and attempt.outcome is None:
+            self._attendance.vote(attempt, Held.REFUSED, str(error))
 
     def _do_Classify(self, action: m.Classify) -> m.Event:  # noqa: N802
         live = self._staging.live(action.attempt, action.refs)

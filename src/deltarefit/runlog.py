@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from deltarefit import runtime
+from deltarefit.catalogs import check_catalog
 from deltarefit.errors import (
     AlreadyExistsError,
     BaseMismatch,
@@ -31,7 +32,6 @@ from deltarefit.manifest import (
     Outcome,
     ProducerManifest,
     Run,
-    TensorEntry,
 )
 from deltarefit.notary import Notary, at_most, check_signer, is_signed
 from deltarefit.ports import Store
@@ -374,28 +374,3 @@ def _read_catalog(store: Store, identity: str) -> Catalog:
         return data
 
     return UNSIGNED.read(store, Catalog, f"catalog/{identity}", get=proven)
-
-
-def check_catalog(found: Catalog, expected: Catalog) -> None:
-    """``BaseMismatch`` that names the first tensor in which two catalogs differ."""
-    if difference := first_difference(found, expected):
-        name, theirs, ours = difference
-        step = "Publish a checkpoint of the same model, or start a new run in another store."
-        raise BaseMismatch(f"tensor {name} is not that of this run", expected=ours, found=theirs, next_step=step)
-
-
-def first_difference(one: Catalog, other: Catalog) -> tuple[str, str, str] | None:
-    """Name of the first tensor that differs, and what it is in either catalog."""
-    if one.identity == other.identity:
-        return None
-    first, second = ({entry.name: entry for entry in catalog.tensors} for catalog in (one, other))
-    names = sorted(first.keys() | second.keys())
-    name = next(name for name in names if first.get(name) != second.get(name))
-    return name, _describe(first.get(name)), _describe(second.get(name))
-
-
-def _describe(entry: TensorEntry | None) -> str:
-    if entry is None:
-        return "no such tensor"
-    tied = f", tied to {list(entry.aliases)}" if entry.aliases else ""
-    return f"{entry.dtype} {list(entry.shape)}{tied}"

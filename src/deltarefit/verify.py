@@ -144,7 +144,9 @@ class Verifier:
         return tuple(sorted(found, key=lambda change: -change.changed))
 
     def _rebuild(self, target: Target, version: int) -> None:
-        receiver = Receiver(AsOf(self.log, version), target, threads=self._threads, emit=self._emit, trust=self.log.notary.trust)
+        receiver = Receiver(
+            AsOf(self.log, version), target, threads=self._threads, emit=self._emit, trust=self.log.notary.trust
+        )
         with closing(receiver):
             found = receiver.follow(once=True)
         if found != version:

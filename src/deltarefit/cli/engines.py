@@ -10,11 +10,12 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from deltarefit.catalogs import check_catalog
 from deltarefit.cli.settings import engine_key
 from deltarefit.errors import BaseMismatch, UnavailableError, UsageError
 from deltarefit.localfiles import disk_errors, take_lock
 from deltarefit.manifest import Header, State
-from deltarefit.runlog import RunLog, check_catalog
+from deltarefit.runlog import RunLog
 from deltarefit.targets.agent import private_directory, run_directory
 from deltarefit.targets.agent_client import AgentClient
 from deltarefit.targets.engine import Control, EngineTarget, read_note

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
+import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -41,6 +44,7 @@ def follow(
     in_flight: options.InFlight = None,
     ready: options.Ready = None,
     scrub: options.Scrub = None,
+    name: options.Name = None,
     trust: options.Trust = None,
 ) -> int:
     """Keep a checkpoint directory, or a serving engine, at the newest version of a run.
@@ -65,7 +69,14 @@ def follow(
         raise UsageError("what to keep is not clear", expected="one of --into, --vllm and --sglang", found=found)
     if engine is None and (in_flight or ready or scrub):
         raise UsageError("--in-flight, --ready and --scrub need an engine", next_step="Give --vllm or --sglang.")
-    how = {"poll_s": poll, "prove": not no_prove, "switch_run": switch_run, "trust": notary(trust).trust}
+    called = name or name_of(str(into.absolute()) if into else engine.url if engine else "")
+    how = {
+        "name": called,
+        "poll_s": poll,
+        "prove": not no_prove,
+        "switch_run": switch_run,
+        "trust": notary(trust).trust,
+    }
     with Stop() as stop, call.out.progress() as bars:
         patience = Patience(call.out, stop, DIRECTORY if engine is None else ENGINE, endless=not once)
         errand = _Errand(call, store, once, how, stop, patience, Report(call.out, bars, patience))
@@ -174,6 +185,12 @@ def scrub(receiver: Receiver, target: EngineTarget, emit: Emit) -> None:
     emit(Event("diverged", version=header.version, text=f"found while idle: {why}"))
     receiver.prove = True
     receiver.restart()
+
+
+def name_of(kept: str) -> str:
+    """A receiver's name that is the same after a restart: the dead one is not waited for then."""
+    host = re.sub(r"[^A-Za-z0-9]+", "-", socket.gethostname()).strip("-")[:40] or "host"
+    return f"{host}-{hashlib.sha256(kept.encode()).hexdigest()[:8]}"
 
 
 def _both(first: Emit, second: Emit) -> Emit:

@@ -134,6 +134,37 @@ PayloadBytes = Annotated[
         show_default=f"{PAYLOAD_BYTES >> 20} MiB",
     ),
 ]
+Mode = Annotated[
+    str,
+    typer.Option(
+        "--mode",
+        metavar="MODE",
+        help="stage: receivers write after the commit, in a short pause. stream: they write on arrival, paused all the "
+        "while; takes less memory.",
+    ),
+]
+Votes = Annotated[
+    str,
+    typer.Option(
+        "--votes",
+        metavar="WHO",
+        help="Before the commit all receivers that follow must hold the version, or so many, or none. One that "
+        "is silent for 10 s is not waited for.",
+    ),
+]
+MinReceivers = Annotated[
+    int,
+    typer.Option("--min-receivers", metavar="N", min=0, help="Commit nothing unless so many receivers hold it."),
+]
+Name = Annotated[
+    str | None,
+    typer.Option(
+        "--name",
+        metavar="NAME",
+        help="What this receiver is called among those that follow the run.",
+        show_default="the host, and a hash of what is kept",
+    ),
+]
 Once = Annotated[bool, typer.Option("--once", help="Stop as soon as the head is held.")]
 Poll = Annotated[
     float, typer.Option("--poll", metavar="S", min=0.01, max=3600, help="Seconds between looks at the store.")
@@ -259,6 +290,21 @@ Grace = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")]
 Deep = Annotated[bool, typer.Option("--deep", help="Read and hash all bytes of the anchors that stay.")]
+Seeds = Annotated[int, typer.Option("--seeds", metavar="N", min=1, help="How many seeds to play.")]
+FirstSeed = Annotated[int, typer.Option("--first", metavar="K", min=0, help="The first of them.")]
+SimulatedMode = Annotated[
+    str,
+    typer.Option(
+        "--mode",
+        metavar="MODE",
+        help="unlimited: faults never stop, safety is judged; healing: they stop, and all "
+        "must be well soon after; both.",
+    ),
+]
+Jobs = Annotated[
+    int | None, typer.Option("--jobs", metavar="N", min=1, help="Processes to play on; by default one per CPU.")
+]
+Trace = Annotated[bool, typer.Option("--trace", help="Show all that happens in each run.")]
 
 Json = Annotated[
     bool,

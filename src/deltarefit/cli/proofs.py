@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from deltarefit.catalogs import check_catalog
 from deltarefit.cli import options, words
 from deltarefit.cli.engines import Engine, borrowed, engine_at
 from deltarefit.cli.keys import notary
@@ -18,7 +19,7 @@ from deltarefit.compare import compare as compare_sources
 from deltarefit.errors import BaseMismatch, IntegrityError, NotFoundError, RefitError, UsageError
 from deltarefit.manifest import Header, State
 from deltarefit.records import Digest
-from deltarefit.runlog import RunLog, check_catalog
+from deltarefit.runlog import RunLog
 from deltarefit.sources.checkpoint import CheckpointSource
 from deltarefit.targets.checkpoint import STATE_DIRECTORY, CheckpointTarget
 from deltarefit.verify import Bits, Verifier, bits_of_source, bits_of_target

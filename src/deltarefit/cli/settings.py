@@ -78,5 +78,7 @@ def _has_other_files(path: Path) -> bool:
 def _directory_of(url: str) -> Path | None:
     """The directory that a store URL names, or None for another kind of store."""
     if re.match(r"[A-Za-z0-9]+:/(?!/)", url):
-        raise UsageError(f"bad store address {url.partition('/')[0]}/...", expected="two slashes, as in s3://bucket/prefix")
+        raise UsageError(
+            f"bad store address {url.partition('/')[0]}/...", expected="two slashes, as in s3://bucket/prefix"
+        )
     return None if "://" in url and not url.startswith("file://") else Path(url.removeprefix("file://")).expanduser()

@@ -12,6 +12,7 @@ import numpy as np
 
 from deltarefit import runtime
 from deltarefit.affine import check_coverage
+from deltarefit.catalogs import first_difference
 from deltarefit.errors import BaseMismatch, NotFoundError, UsageError
 from deltarefit.manifest import Catalog
 from deltarefit.notary import Notary, check_signer, is_signed
@@ -19,7 +20,7 @@ from deltarefit.pieces import Piece
 from deltarefit.ports import Source, Store
 from deltarefit.publishing.trainers import Trainers
 from deltarefit.records import MAX_RECORD_BYTES
-from deltarefit.runlog import LATE_VISIBILITY_S, RUN, UNSIGNED, RunLog, first_difference
+from deltarefit.runlog import LATE_VISIBILITY_S, RUN, UNSIGNED, RunLog
 
 _COLUMNS = 7
 _HEAD = struct.Struct("<64sQ")
@@ -28,7 +29,8 @@ _HEAD = struct.Struct("<64sQ")
 
 def meet(store: Store, source: Source, trainers: Trainers, notary: Notary = UNSIGNED) -> RunLog:
     """The run in ``store``, created if there is none, once rank 0 has judged what all ranks own. Raises ``UsageError``
-    for elements with two owners or none, and if only one of run and rank signs, ``BaseMismatch`` for ranks with different catalogs or a run of another model.
+    for elements with two owners or none, and if only one of run and rank signs, ``BaseMismatch`` for ranks with different
+    catalogs or a run of another model.
     """
 
     def judge(hellos: list[bytes]) -> str:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from deltarefit.catalogs import check_catalog
 from deltarefit.errors import BaseMismatch, DigestMismatch, IntegrityError
 from deltarefit.events import Emit, Event
 from deltarefit.manifest import Intent, PayloadRef, ProducerManifest
@@ -17,7 +18,7 @@ from deltarefit.publishing.encoding import SegmentEncoder
 from deltarefit.publishing.touched import Touched, touched_since
 from deltarefit.publishing.trainers import Report
 from deltarefit.records import Digest
-from deltarefit.runlog import RunLog, anchor_prefix, check_catalog, payload_prefix
+from deltarefit.runlog import RunLog, anchor_prefix, payload_prefix
 
 
 @dataclass(frozen=True)

@@ -9,5 +9,6 @@ from __future__ import annotations
 
 from deltarefit.simulation.running import Run, run_seed, run_seeds
 from deltarefit.simulation.scenario import HEALING, MODES, UNLIMITED
+from deltarefit.simulation.world import TAIL
 
-__all__ = ["HEALING", "MODES", "UNLIMITED", "Run", "run_seed", "run_seeds"]
+__all__ = ["HEALING", "MODES", "TAIL", "UNLIMITED", "Run", "run_seed", "run_seeds"]

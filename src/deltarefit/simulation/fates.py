@@ -8,6 +8,29 @@ from deltarefit.simulation.scenario import Scenario, fuse
 from deltarefit.simulation.world import Process
 
 HANG_S = (1.0, 3600.0)
+MOST_STEPS, MOST_MARKED = 600, 12
+MARKED = 0.5
+"""Share of faults that strike at one kind of step: most of these are rare among all steps."""
+MARKS = (
+    "wrote",
+    "wrote",
+    "header DIRTY",
+    "header CLEAN",
+    "header UNKNOWN",
+    "flush",
+    "spool",
+    "resume",
+    "pause",
+    "create",
+    "outcome",
+    "intent",
+    "seed",
+    "baseline",
+    "payload put",
+    "/b/",
+    "anchor",
+    "prune",
+)
 LOOK_S = 2.0
 """A hung process wakes so soon after faults have stopped."""
 
@@ -34,7 +57,11 @@ def _light(process: Process, happens: Callable[[], None]) -> None:
         if process.world.faulty:
             happens()
 
-    process.fuse, process.burn = fuse(process.world.random), burn
+    random = process.world.random
+    process.mark, process.burn = "", burn
+    process.fuse = fuse(random, MOST_STEPS)
+    if random.random() < MARKED:
+        process.mark, process.fuse = random.choice(MARKS), fuse(random, MOST_MARKED)
 
 
 def _hang(process: Process, scenario: Scenario, deaths: Sequence[str], hung: Callable[[], None]) -> None:

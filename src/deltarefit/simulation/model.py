@@ -32,7 +32,7 @@ CHANGES = ("nothing", "few", "some", "most", "back", "nudge", "block")
 
 def new_model(random: Random) -> Model:
     """Random bits."""
-    return tuple(np.frombuffer(random.randbytes(entry.nbytes), f"<u{entry.width}").copy() for entry in CATALOG.tensors)
+    return tuple(np.frombuffer(random.randbytes(e.nbytes), f"<u{e.width}").copy() for e in CATALOG.tensors)
 
 
 def trained(random: Random, model: Model, before: Model) -> Model:
@@ -46,7 +46,7 @@ def _changed(random: Random, kind: str, array: Elements, old: Elements) -> Eleme
     chosen = [at for at in range(array.size) if random.random() < density]
     if kind == "block":
         chosen = chosen[random.randrange(array.size) :]
-    new = array.copy()
+    new: Elements = array.copy()
     if kind == "back":
         new[chosen] = old[chosen]
     elif kind == "nudge":

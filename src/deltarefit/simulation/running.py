@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 
 from deltarefit.publishing import trainers as meetings
+from deltarefit.simulation.memo import parsed_once
 from deltarefit.simulation.oracle import Oracle
 from deltarefit.simulation.receivers import Archivist, Follower
 from deltarefit.simulation.scenario import HEALING, MODES, Scenario, draw
 from deltarefit.simulation.store import Shelf
 from deltarefit.simulation.trainers import Trainer
-from deltarefit.simulation.world import World
+from deltarefit.simulation.world import TAIL, World
 
 MOST_STEPS = 300_000
 """A run that takes more does not end."""
@@ -26,7 +27,7 @@ CHUNK = 25
 @dataclass(frozen=True)
 class Run:
     """What came of one seed. ``failures`` is empty if all held; ``trace`` is the hash of all that happened, ``tail``
-    its last events. ``healed_s``: simulated seconds from the last fault until all was well."""
+    its last events where something failed. ``healed_s``: simulated seconds from the last fault until all was well."""
 
     seed: int
     mode: str
@@ -46,11 +47,11 @@ class Run:
 
 
 class Play:
-    """One run."""
+    """One run, with the last ``kept`` events of its trace, or all (None)."""
 
-    def __init__(self, seed: int, mode: str) -> None:
-        self.seed = seed
-        self.world = world = World(f"{mode} {seed}")
+    def __init__(self, seed: int, mode: str, kept: int | None = TAIL) -> None:
+        self.seed, self.kept = seed, kept
+        self.world = world = World(f"{mode} {seed}", kept)
         self.scenario: Scenario = draw(world.random, mode)
         self.oracle = Oracle(world)
         self.shelf = Shelf(world, self.scenario.store, self.oracle.landed)
@@ -66,7 +67,7 @@ class Play:
 
     def run(self) -> Run:
         """Play it to its end."""
-        with _fresh_meetings():
+        with _fresh_meetings(), parsed_once():
             self.world.run()
         world, oracle = self.world, self.oracle
         return Run(
@@ -74,7 +75,7 @@ class Play:
             mode=self.scenario.mode,
             failures=tuple(world.failures),
             trace=world.trace,
-            tail=tuple(world.tail) if world.failures else (),
+            tail=tuple(world.tail) if world.failures or self.kept is None else (),
             steps=world.steps,
             seconds=world.now,
             versions=len(oracle.versions),
@@ -136,15 +137,22 @@ def _fresh_meetings() -> Iterator[None]:
         meetings._answered.update(before)
 
 
-def run_seed(seed: int, mode: str) -> Run:
-    """One run."""
-    return Play(seed, mode).run()
+def run_seed(seed: int, mode: str, kept: int | None = TAIL) -> Run:
+    """One run; with ``kept`` None its whole trace is kept, in ``tail``."""
+    return Play(seed, mode, kept).run()
 
 
-def run_seeds(first: int, count: int, processes: int | None = None, modes: Sequence[str] = MODES) -> Iterator[Run]:
-    """Runs of ``count`` seeds from ``first``, each in all ``modes``, as they end. ``processes``: None: one per CPU."""
-    jobs = [(seed, mode) for seed in range(first, first + count) for mode in modes]
-    number = processes or os.cpu_count() or 1
+def run_seeds(
+    first: int,
+    count: int,
+    processes: int | None = None,
+    modes: Sequence[str] = MODES,
+    kept: int | None = TAIL,
+) -> Iterator[Run]:
+    """Runs of ``count`` seeds from ``first``, each in all ``modes``, as they end. ``processes``: None: one per CPU;
+    ``kept`` as in ``run_seed``."""
+    jobs = [(seed, mode, kept) for seed in range(first, first + count) for mode in modes]
+    number = min(processes or os.cpu_count() or 1, -(-len(jobs) // CHUNK))
     if number == 1:
         yield from (run_seed(*job) for job in jobs)
         return
@@ -154,5 +162,5 @@ def run_seeds(first: int, count: int, processes: int | None = None, modes: Seque
             yield from runs
 
 
-def _run_jobs(jobs: Sequence[tuple[int, str]]) -> list[Run]:
+def _run_jobs(jobs: Sequence[tuple[int, str, int | None]]) -> list[Run]:
     return [run_seed(*job) for job in jobs]

@@ -135,6 +135,6 @@ def _train(random: Random, *, rival: bool) -> Train:
     )
 
 
-def fuse(random: Random, most: int = 600) -> int:
+def fuse(random: Random, most: int) -> int:
     """Steps until something happens to a process: as often early as late."""
     return int(math.exp(random.uniform(0.0, math.log(most))))

@@ -129,6 +129,8 @@ class Access:
         self._process.step(f"header {text}")
         weights, before = self._weights, self._weights.header
         weights.header = header
+        if weights.tainted and header.state is not State.UNKNOWN:
+            self._process.world.fail(f"{weights.name} has a flipped bit, which was not found {text}")
         if header.state is State.UNKNOWN and before is not None and before.state is not State.UNKNOWN:
             if not (weights.tainted or weights.excused):
                 self._process.world.fail(f"{weights.name} gave up {before.state.value} weights without need")

@@ -18,7 +18,7 @@ from deltarefit import runtime
 from deltarefit.simulation.inline import ProcessRuntime
 
 TAIL = 400
-"""Events of the trace that are kept for a failure's report."""
+"""Last events of the trace that a failure shows."""
 Callback = Callable[[], None]
 
 
@@ -27,15 +27,16 @@ class Killed(BaseException):
 
 
 class World:
-    """Clock, chance, schedule and trace of one run. ``failures`` are broken invariants: the first one ends the run."""
+    """Clock, chance, schedule and trace of one run. ``failures`` are broken invariants: the first one ends the run.
+    ``kept``: so many of the last events are kept; None: all."""
 
-    def __init__(self, seed: str) -> None:
+    def __init__(self, seed: str, kept: int | None = TAIL) -> None:
         self.random = Random(seed)  # noqa: S311 - replayed, not secret
         self.now = 0.0
         self.faulty = True
         """Whether faults may still begin."""
         self.failures: list[str] = []
-        self.tail: deque[str] = deque(maxlen=TAIL)
+        self.tail: deque[str] = deque(maxlen=kept)
         self.steps = 0
         self._trace = hashlib.blake2b(digest_size=16)
         self._hub = getcurrent()
@@ -109,13 +110,14 @@ class World:
 class Process:
     """One life of one program. ``ended`` is called, outside of it, once it is over, with what it died of or None.
 
-    ``fuse`` counts the steps until ``burn`` is called, in the process itself; what that raises is its end.
+    ``fuse`` counts the steps, of those that have ``mark`` in their text, until ``burn`` is called, in the process
+    itself; what that raises is its end.
     """
 
     def __init__(self, world: World, name: str, main: Callable[[Process], None], ended: Callable[[str | None], None]):
         self.world, self.name = world, name
         self.dead = False
-        self.fuse = -1
+        self.fuse, self.mark = -1, ""
         self.burn: Callback = lambda: self.die("crash")
         self.rate, self.offset = 1.0, 0.0
         self._main, self._ended = main, ended
@@ -168,9 +170,10 @@ class Process:
         self.alive()
         self.world.steps += 1
         self.world.note(self.name, what)
-        self.fuse -= 1
-        if self.fuse == 0:
-            self.burn()
+        if self.fuse > 0 and self.mark in what:
+            self.fuse -= 1
+            if self.fuse == 0:
+                self.burn()
 
     def rest(self, seconds: float) -> None:
         """Let so much time of the world pass."""
