@@ -17,6 +17,7 @@ from deltarefit.errors import RefitError
 from deltarefit.manifest import Anchor, Decision, Header, Intent, Mode, Outcome, PayloadRef, ProducerManifest, State
 from deltarefit.protocol import attempts
 from deltarefit.protocol import messages as m
+from deltarefit.protocol.attempts import Attempt
 from deltarefit.protocol.follower import _HANDLERS, Follower, Phase, Step
 from deltarefit.records import Digest
 
@@ -89,17 +90,17 @@ def manifest(number: int, producer: int) -> ProducerManifest:
     return ProducerManifest(RUN, number, base_of(number), producer, 0, part, layout, refs)
 
 
-def attempt(number: int, sealed: int, decided: bool) -> m.Attempt:
+def attempt(number: int, sealed: int, decided: bool) -> Attempt:
     base = base_of(number)
     intent = Intent(RUN, number, base, digest(W[base]) if base else Digest(), Mode.STAGE, f"n{number}", len(GROUPS))
     manifests = tuple(manifest(number, producer) for producer in range(sealed))
     if not decided:
-        return m.Attempt(number, intent, manifests)
+        return Attempt(number, intent, manifests)
     if number in NEVER:
-        return m.Attempt(number, intent, manifests, Outcome(RUN, number, Decision.ABORT, base, Digest(), (), 0, "x"))
+        return Attempt(number, intent, manifests, Outcome(RUN, number, Decision.ABORT, base, Digest(), (), 0, "x"))
     hashes = tuple(made.content_hash() for made in manifests)
     outcome = Outcome(RUN, number, Decision.COMMIT, base, digest(W[number]), hashes, 1, f"n{number}")
-    return m.Attempt(number, intent, manifests, outcome)
+    return Attempt(number, intent, manifests, outcome)
 
 
 STEPS = ((1, False), (2, False), (2, True))
@@ -140,9 +141,9 @@ def boot(world: World, make: Callable[[], Follower]) -> World:
     return replace(world, machine=machine, queue=actions, prims=None)
 
 
-def read(world: World, number: int) -> m.Attempt:
+def read(world: World, number: int) -> Attempt:
     done = min(world.log - len(STEPS) * (number - 1), len(STEPS))
-    return LOG[number, done] if done > 0 else m.Attempt(number)
+    return LOG[number, done] if done > 0 else Attempt(number)
 
 
 def feed(world: World, event: m.Event, queue: tuple[m.Action, ...]) -> World:
@@ -175,7 +176,7 @@ def step(world: World) -> World | None:
 
 
 def payload_step(world: World, action: m.Action, rest: tuple[m.Action, ...]) -> World:
-    attempt: m.Attempt = action.attempt  # type: ignore[union-attr]
+    attempt: Attempt = action.attempt  # type: ignore[union-attr]
     groups = [OWNED[ref.sha256] for ref in action.refs]  # type: ignore[union-attr]
     number, (old, new) = attempt.number, bits_of(attempt.number)
     masks = {i: old[i] ^ new[i] for group in groups for i in group}
@@ -229,7 +230,8 @@ def violation(world: World) -> str | None:
 
 def recover(world: World, fine: set[World]) -> str | None:
     """A fault-free run from here to the head. ``fine`` remembers states from which that run is known to end well."""
-    world, passed = replace(world, log=len(STEPS) * LAST), []
+    passed: list[World] = []
+    world = replace(world, log=len(STEPS) * LAST)
     for _ in range(200):
         if world in fine:
             fine.update(passed)

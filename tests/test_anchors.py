@@ -281,8 +281,10 @@ def test_a_catch_up_is_pinned_from_its_anchor_on_until_the_head(chain: h.Chain) 
             seen.setdefault(name, []).append(int(pins[0].split(b'"version":')[1].split(b"}")[0]) if pins else -1)
 
     with runtime.using(Watch()):
-        target = h.strict_target(chain.store)
-        h.followed(chain.store, target)
+        receiver = Receiver(chain.store, h.strict_target(chain.store), threads=1)
+        with contextlib.closing(receiver):
+            receiver.follow(once=True)
+            assert list(chain.store.list(PINS)) == []
     assert seen["receiver LoadAnchor"] == [5]
     assert set(seen["payload fill"]) == set(seen["payload stage"]) == {5}
     assert list(chain.store.list(PINS)) == []

@@ -15,7 +15,21 @@ from tests.desk import PATIENCE_S, Desk
 
 pytest_plugins = ["tests.desk_fixtures"]
 
-VERBS = ("publish", "follow", "log", "show", "compare", "verify", "anchor", "prune", "doctor", "demo", "bench codec")
+VERBS = (
+    "publish",
+    "follow",
+    "log",
+    "show",
+    "compare",
+    "verify",
+    "anchor",
+    "prune",
+    "keygen",
+    "doctor",
+    "simulate",
+    "demo",
+    "bench codec",
+)
 
 
 # -------------------------------------------------------------------------------- words and screens
@@ -56,7 +70,7 @@ def test_every_verb_has_the_same_flags_and_help(verb: str, capfd: pytest.Capture
     text = capfd.readouterr().out
     for flag in ("--json", "--quiet", "-q", "--verbose", "-v", "--no-progress"):
         assert flag in text
-    assert ("--endpoint" in text) is (verb not in ("compare", "demo", "bench codec"))
+    assert ("--endpoint" in text) is (verb not in ("compare", "keygen", "simulate", "demo", "bench codec"))
 
 
 def test_no_verb_is_forgotten_here() -> None:

@@ -11,6 +11,7 @@ from deltarefit.errors import IntegrityError, ProtocolError
 from deltarefit.manifest import Header, State
 from deltarefit.protocol import follower as f
 from deltarefit.protocol import messages as m
+from deltarefit.protocol.attempts import Attempt
 from deltarefit.protocol.follower import Follower, Phase
 from deltarefit.records import Digest
 from tests import explorer as x
@@ -57,7 +58,7 @@ class NoPostCheck(Mutant):
 class HeaderLate(Mutant):
     """M15: the header says DIRTY only after the bytes were written."""
 
-    def _decided(self, attempt: m.Attempt) -> f.Step:
+    def _decided(self, attempt: Attempt) -> f.Step:
         after, actions = super()._decided(attempt)
         if len(actions) == 3 and isinstance(actions[2], m.Write):
             return after, (actions[0], actions[2], actions[1])
@@ -67,7 +68,7 @@ class HeaderLate(Mutant):
 class NoBaseCheck(Mutant):
     """M12: a delta is staged whatever its base."""
 
-    def _is_base_of(self, attempt: m.Attempt) -> bool:
+    def _is_base_of(self, attempt: Attempt) -> bool:
         return True
 
     def _staged(self, event: m.Staged) -> f.Step:
@@ -79,7 +80,7 @@ class NoBaseCheck(Mutant):
         return super()._seen(event)
 
 
-def written_now(machine: Follower, attempt: m.Attempt) -> f.Step:
+def written_now(machine: Follower, attempt: Attempt) -> f.Step:
     dirty, actions = machine._dirty(attempt)
     after, more = dirty._apply(machine.refs)
     return after, (*actions, *more)
@@ -94,21 +95,21 @@ class AppliesAborted(Mutant):
             return self._stage(attempt)
         return super()._seen(event)
 
-    def _decided(self, attempt: m.Attempt) -> f.Step:
+    def _decided(self, attempt: Attempt) -> f.Step:
         return written_now(self, attempt) if attempt.outcome else super()._decided(attempt)
 
 
 class WritesBeforeCommit(Mutant):
     """Mode stage must not write before the outcome is known."""
 
-    def _decided(self, attempt: m.Attempt) -> f.Step:
+    def _decided(self, attempt: Attempt) -> f.Step:
         return written_now(self, attempt)
 
 
 class ResumesDirty(Mutant):
     """Generation goes on before the weights are whole."""
 
-    def _decided(self, attempt: m.Attempt) -> f.Step:
+    def _decided(self, attempt: Attempt) -> f.Step:
         after, actions = super()._decided(attempt)
         if len(actions) == 3 and isinstance(actions[2], m.Write):
             return after, (actions[0], actions[1], m.Resume(), actions[2])
@@ -118,7 +119,7 @@ class ResumesDirty(Mutant):
 class DropsStageEarly(Mutant):
     """The absolute values are forgotten before they may be needed."""
 
-    def _decided(self, attempt: m.Attempt) -> f.Step:
+    def _decided(self, attempt: Attempt) -> f.Step:
         after, actions = super()._decided(attempt)
         if len(actions) == 3 and isinstance(actions[2], m.Write):
             return after, (m.DropStage(), *actions)
@@ -162,7 +163,11 @@ class SkipsEmpty(Mutant):
 
 
 class StagesWhatDoesNotAddUp(Mutant):
-    """Takes what is sealed for right, though nobody has held the producers' parts against each other."""
+    """Takes what is sealed for right, though nobody has held the producers' parts against each other, and its own bits
+    for wrong if it does not apply to them."""
+
+    def _refuse(self, phase: Phase) -> f.Step:
+        return self._lost()
 
     def _seen(self, event: m.AttemptRead) -> f.Step:
         attempt = event.attempt
@@ -218,7 +223,7 @@ def test_unproven_anchor_dies(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forgetful(
         world: x.World, rest: tuple[m.Action, ...], prims: list[x.Prim], answer: Callable[[x.World], m.Event]
-    ):  # type: ignore[no-untyped-def]
+    ) -> x.World:
         load = isinstance(world.queue[0], m.LoadAnchor)
         return real(world, rest, prims[:-1] if load else prims, answer)
 
@@ -256,7 +261,7 @@ def test_what_is_not_sealed_or_does_not_add_up_is_waited_for(number: int, done: 
     """One producer's wrong baseline must not make receivers doubt their own bits."""
     base = x.base_of(number)
     clean = follower(phase=Phase.CLEAN, version=base, digest=x.digest(x.W[base]))
-    seen = x.LOG[number, done] if done else m.Attempt(number)
+    seen = x.LOG[number, done] if done else Attempt(number)
     assert clean.on(m.AttemptRead(seen)) == (clean, (m.AwaitAttempt(number),))
 
 

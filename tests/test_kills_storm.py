@@ -30,9 +30,9 @@ import pytest
 
 from deltarefit import Publisher, Receiver, open_store
 from deltarefit.elements import Elements
-from deltarefit.errors import RefitError
+from deltarefit.errors import AttemptLostError, RefitError
 from deltarefit.landing import Windows
-from deltarefit.manifest import Header, PayloadRef, State
+from deltarefit.manifest import Catalog, Header, PayloadRef, State
 from deltarefit.ports import Store
 from deltarefit.protocol import follower
 from deltarefit.protocol.messages import Op
@@ -41,7 +41,7 @@ from deltarefit.publishing.touched import Touched
 from deltarefit.records import Digest
 from deltarefit.runlog import RunLog
 from tests import helpers as h
-from tests.test_kills import ROOT, Counters, SharedTarget, fork, next_step
+from tests.test_kills import ROOT, Counters, SharedTarget, fork, next_step, shared
 
 SHAPES: h.Shapes = {
     "a": ("BF16", (900, 500)),
@@ -56,11 +56,13 @@ AHEAD = 2
 """Most versions that the publisher is ahead of the slowest receiver, so that every version is refitted."""
 ROUND_KILLS = 250
 """Kills in one store, whose log only grows."""
+AIM_S = 0.2
+"""Half of the kills of a receiver wait so long for a write; the others come at any instant."""
 DEADLINE_S = 0.6
 """A publish does not wait longer than this for votes of receivers, which die all the time."""
 END_S = 60.0
 """A storm that has blown over must be at the head within this."""
-NAMES = ("kills", "publisher_kills", "dirty", "torn", "loads", "wrong", "versions", "rounds")
+NAMES = ("kills", "publisher_kills", "dirty", "torn", "loads", "wrong", "versions", "rounds", "refused")
 
 
 # ------------------------------------------------------------------------------------------ tests
@@ -86,8 +88,8 @@ def check_storm(counts: dict[str, int], kills: int) -> None:
     assert counts["kills"] >= kills
     assert counts["torn"] >= kills // 10, "too few payloads were torn"
     assert counts["dirty"] >= kills // 10, "too few kills met a write"
-    assert counts["publisher_kills"] >= kills // 40
-    assert counts["versions"] >= kills // 10
+    assert counts["publisher_kills"] >= kills // 60
+    assert counts["versions"] >= kills // 50
 
 
 MODES = ("stage", "stream")
@@ -146,9 +148,18 @@ def model_at(seed: int, step: int) -> h.Model:
 
 
 class SlowTarget(SharedTarget):
-    """Writes arrive in slices, as over a slow bus: a kill then meets half of a payload more often than not."""
+    """Writes arrive in slices, as over a slow bus, so that a kill meets half of a payload; ``writes`` counts them, so
+    that a killer may aim."""
 
     slow = True
+
+    def __init__(self, catalog: Catalog) -> None:
+        super().__init__(catalog)
+        self._writes = np.frombuffer(shared(8), "u8")
+
+    @property
+    def writes(self) -> int:
+        return int(self._writes[0])
 
     @contextlib.contextmanager
     def window(self, tensor: int, start: int, stop: int) -> Iterator[tuple[Elements, int]]:
@@ -159,6 +170,7 @@ class SlowTarget(SharedTarget):
         copy = live.copy()
         yield copy, 0
         if (changed := np.flatnonzero(copy != live)).size:
+            self._writes[0] += np.uint64(1)
             for part in np.array_split(changed, SLICES):
                 live[part] = copy[part]
                 time.sleep(SLICE_S)
@@ -169,15 +181,22 @@ def receive(store: Store, target: SlowTarget, counters: Counters, options: dict[
     Receiver(store, target, emit=counters, poll_s=0.01, **options).follow()
 
 
-def publish(store: Store, seed: int, targets: Sequence[SlowTarget], options: dict[str, Any]) -> None:
+def publish(store: Store, seed: int, targets: Sequence[SlowTarget], skip: int, options: dict[str, Any]) -> None:
+    """Step after step; ``skip`` steps are left out at the start, so that a retry is of newer weights than what failed."""
     source = h.ArraySource(model_at(seed, 0), SHAPES)
     with contextlib.closing(Publisher(store, source, threads=1, payload_bytes=60_000, **options)) as publisher:
-        for step in itertools.count(next_step(store)):
+        step = next_step(store) + skip
+        while True:
             source.model = model_at(seed, step)
-            version = publisher.publish(step).version
-            until = time.monotonic() + 1.0
-            while min(version_of(target) for target in targets) < version - AHEAD and time.monotonic() < until:
-                time.sleep(0.002)
+            with contextlib.suppress(AttemptLostError):  # too few receivers were there to vote
+                version, step = publisher.publish(step).version, step + 1
+                keep_pace(targets, version)
+
+
+def keep_pace(targets: Sequence[SlowTarget], version: int) -> None:
+    until = time.monotonic() + 1.0
+    while min(version_of(target) for target in targets) < version - AHEAD and time.monotonic() < until:
+        time.sleep(0.002)
 
 
 def die_with_parent() -> None:
@@ -207,6 +226,7 @@ class Storm:
     chooser: random.Random
     counters: Counters
     baseline: Path
+    broken: str
     targets: list[SlowTarget] = field(default_factory=list)
     running: dict[str, int] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
@@ -234,9 +254,10 @@ class Storm:
     def _agent(self, name: str) -> Callable[[], object]:
         if name == "publisher":
             kept = self.baseline if self.chooser.random() < 0.8 else None
-            votes = self.chooser.choice(["all", "none", 1])
+            votes = self.chooser.choice(["all", "none", "none", 1])
             making = {"baseline": kept, "mode": self.mode, "votes": votes, "deadline_s": DEADLINE_S}
-            return lambda: publish(self.store, self.seed, self.targets, making)
+            skip = self.chooser.randint(0, 2)
+            return lambda: publish(self.store, self.seed, self.targets, skip, making)
         options = {"threads": self.chooser.randint(1, 3), "prove": self.chooser.random() < 0.5, "name": f"r{name}"}
         target, slow = self.targets[int(name)], self.chooser.random() < 0.85
         return lambda: receive(self.store, target, self.counters, options, slow)
@@ -245,7 +266,9 @@ class Storm:
         pid = self.running.pop(name)
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-        assert status == signal.SIGKILL, f"agent {name} ended by itself with status {status}"
+        if status != signal.SIGKILL:
+            assert self.broken, f"agent {name} ended by itself with status {status}"
+            self.counters.add("refused")
         if name == "publisher":
             self.counters.add("publisher_kills")
             return
@@ -269,17 +292,32 @@ class Storm:
         commit = RunLog.open(self.store).version(version)
         return h.bits(target) == h.bytes_of(model_at(self.seed, commit.manifests[0].step))
 
-    def blow(self, kills: int, broken: str) -> None:
+    def blow(self, kills: int) -> None:
         names = [*map(str, range(len(self.targets))), "publisher"]
-        weights = [*[6] * len(self.targets), 1]
-        while self.counters["kills"] < kills and not (broken and self.counters[SHOWS[broken]] > 2):
+        weights = [*[8] * len(self.targets), 1]
+        while self.counters["kills"] < kills and not self.shown():
             for name in names:
                 if name not in self.running:
                     self.start(name)
-            time.sleep(self.chooser.uniform(0, 0.05))
-            self.kill(self.chooser.choices(names, weights)[0])
+            victim = self.chooser.choices(names, weights)[0]
+            if victim == "publisher" or self.chooser.random() < 0.5:
+                time.sleep(self.chooser.uniform(0, 0.06))
+            else:
+                self.aim(self.targets[int(victim)])
+            self.kill(victim)
         for name in list(self.running):
             self.kill(name)
+
+    def shown(self) -> bool:
+        """Whether a broken product has shown what is wrong with it."""
+        return bool(self.broken) and self.counters[SHOWS[self.broken]] > 2
+
+    def aim(self, target: SlowTarget) -> None:
+        """Wait for a write, and for some instant of it."""
+        before, until = target.writes, time.monotonic() + AIM_S
+        while target.writes == before and time.monotonic() < until:
+            time.sleep(0.0005)
+        time.sleep(self.chooser.uniform(0, SLICES * SLICE_S * 2))
 
     def settle(self) -> None:
         """Nobody dies any more: one more version, and everyone is at the head with its bits."""
@@ -388,12 +426,12 @@ def storms(mode: str, kills: int, seed: int, broken: str = "") -> dict[str, int]
     BROKEN[broken]()
     counters, started = Counters(*NAMES), time.monotonic()
     for number in itertools.count():
-        wanted = min(kills, counters["kills"] + ROUND_KILLS)
+        wanted = kills if broken else min(kills, counters["kills"] + ROUND_KILLS)
         with tempfile.TemporaryDirectory() as directory:
             store, chooser = open_store(f"{directory}/store"), random.Random(f"{seed} {number}")
-            storm = Storm(store, seed + number, mode, chooser, counters, Path(directory, "kept"))
+            storm = Storm(store, seed + number, mode, chooser, counters, Path(directory, "kept"), broken)
             storm.begin(receivers=2)
-            storm.blow(wanted, broken)
+            storm.blow(wanted)
             if broken or (storm.settle() is None and counters["kills"] >= kills):
                 return {**counters.all(), "seconds": int(time.monotonic() - started)}
     raise AssertionError

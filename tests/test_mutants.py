@@ -179,6 +179,7 @@ def empty_delta_is_no_version(patch: Patch) -> None:
 
 def sealed_is_staged(patch: Patch) -> None:
     patch.setattr(f, "adds_up", lambda attempt: attempt.sealed)
+    patch.setattr(f.Follower, "_refuse", lambda self, phase: self._lost())
 
 
 def what_was_not_committed_is_checked(patch: Patch) -> None:

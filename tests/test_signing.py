@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import hmac
 import json
 import os
 import stat
@@ -191,6 +192,38 @@ def test_no_two_messages_are_the_same(parts: tuple[str, str, str], record: bytes
     head = made[:-32]
     assert made[-32:] == hashlib.sha256(record).digest()
     assert head.decode().split("\0") == ["deltarefit/1 signature/1", "hmac-sha256", *parts, ""]
+
+
+GOLDEN = (
+    '{"attempt":7,"base":5,"base_digest":"00000000000000090000000000000008","format":"deltarefit/1","mode":"stage",'
+    '"nonce":"abababababababababababababababab","producers":1,"run":"0123456789abcdef0123456789abcdef","type":"Intent"}\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (
+            Kind.ED25519,
+            "c31d6a94d6e9d73cc83ec85d2a82cccd846aeed75c61324f8265b961f2154666"
+            "d58c38d7625e613329e28c10fcc557fab6d0cfab3f1ec66f463e06e8d4262308",
+        ),
+        (Kind.HMAC, "2206d710981f33f2c407e5ad08c11c880dcaa23ecee19eff57b7961a5f76d8a8"),
+    ],
+)
+def test_golden_signatures(kind: Kind, value: str) -> None:
+    """Bytes that every version must write and accept, put together by hand (docs/format.md §2.1)."""
+    record = (GOLDEN + hashlib.sha256(GOLDEN[:-1].encode()).hexdigest() + "\n").encode()
+    signer, place = Signer(kind, "golden", Secret(bytes(range(32)))), "a/0000000007/intent"
+    line = f"signature/1 {kind.value} golden {value}\n".encode()
+    assert signer.sign(RUN_ID, place, record).to_line() == line
+    assert read(trust_in(signer), place, Intent, record + line).to_bytes() == record
+    head = "\0".join(["deltarefit/1 signature/1", kind.value, "golden", RUN_ID, place, ""])
+    signed = head.encode() + hashlib.sha256(record).digest()
+    if kind is Kind.HMAC:
+        assert hmac.new(bytes(range(32)), signed, "sha256").hexdigest() == value
+    else:
+        assert signing.fits_ed25519(signer.public(), signed, bytes.fromhex(value))
 
 
 def test_ed25519_as_the_standard_says() -> None:

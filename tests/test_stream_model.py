@@ -13,12 +13,11 @@ import pytest
 from deltarefit.manifest import Held, State
 from deltarefit.protocol import follower as f
 from deltarefit.protocol import messages as m
+from deltarefit.protocol.attempts import Attempt
 from deltarefit.protocol.follower import Follower, Phase
 from tests import stream_explorer as s
 from tests.explorer import Mutant
 from tests.stream_explorer import BASE, STAGE, STREAM, A, B, C, Fate
-
-Attempt = m.Attempt
 
 
 @pytest.mark.parametrize("name", s.EACH_CHANGE)

@@ -46,6 +46,8 @@ RUN, HINT = "run", "head"
 UNSIGNED = Notary()
 LATE_VISIBILITY_S = 10.0
 """How long a record that must exist may stay invisible before that is called an error (F13)."""
+MOST_SETTLED = 256
+"""Most aborted attempts that are remembered."""
 MOST_SEARCHED = 1000
 """Most versions that are compared with a digest whose version is not known."""
 
@@ -78,6 +80,7 @@ class RunLog:
         self._kept_of = 0
         self._manifests: list[ProducerManifest] = []
         self._batches: dict[int, list[Batch]] = {}
+        self._settled: dict[int, Attempt] = {}
 
     @classmethod
     def open(cls, store: Store, notary: Notary = UNSIGNED) -> RunLog:
@@ -151,14 +154,25 @@ class RunLog:
         """All records of one attempt. Read in the order intent, outcome, manifests: each implies the ones before it
         in time, so a COMMIT without its manifest is late visibility, which is waited for, unless a tombstone says that
         it was pruned: then it is returned without manifests."""
+        if (settled := self._settled.get(number)) is not None:
+            return settled
         deadline = runtime.now() + LATE_VISIBILITY_S
         while True:
             try:
-                return self._attempt_now(number)
+                return self._kept(self._attempt_now(number))
             except IntegrityError as error:
                 if isinstance(error, FormatError | SignatureError) or runtime.now() > deadline:
                     raise
                 runtime.sleep(0.2)
+
+    def _kept(self, attempt: Attempt) -> Attempt:
+        """Aborted attempts to which nothing can be added are remembered: while many fail in a row, each publish passes
+        all of them."""
+        if attempt.outcome and not attempt.committed and (attempt.ended or not attempt.streams):
+            if len(self._settled) >= MOST_SETTLED:
+                self._settled.clear()
+            self._settled[attempt.number] = attempt
+        return attempt
 
     def _attempt_now(self, number: int) -> Attempt:
         intent = self.read(Intent, attempt_key(number, "intent"))

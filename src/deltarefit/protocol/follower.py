@@ -83,8 +83,8 @@ class Follower:
     those of its payloads that the last action was about, ``written`` those that were read back as they should be.
     ``target`` is the header's: the highest attempt of which something may be in the bits (0: nothing). ``mixed``: of
     attempts before it, too. ``proven``: the bits as a whole are those of ``attempt``. ``sets`` is true while the
-    present write contains absolute values (it is not tried a third way). ``streams``: takes part in mode stream before
-    COMMIT.
+    present write contains absolute values (it is not tried a third way). ``refused``: payloads of ``attempt``, which is
+    not committed, do not fit the bits. ``streams``: takes part in mode stream before COMMIT.
     """
 
     run: str
@@ -102,6 +102,7 @@ class Follower:
     refs: Refs = ()
     written: frozenset[str] = frozenset()
     sets: bool = False
+    refused: bool = False
 
     def on(self, event: Event) -> Step:
         """The next state and what to do. ``ProtocolError`` for an event that this phase does not allow."""
@@ -162,7 +163,8 @@ class Follower:
 
     def _idle(self, phase: Phase) -> Follower:
         """Without an attempt."""
-        return replace(self, phase=phase, attempt=None, refs=(), written=frozenset(), proven=False, sets=False)
+        idle = replace(self, phase=phase, attempt=None, refs=(), written=frozenset())
+        return replace(idle, proven=False, sets=False, refused=False)
 
     def _seen(self, event: AttemptRead) -> Step:
         attempt = event.attempt
@@ -193,12 +195,12 @@ class Follower:
         """Only a delta against exactly our bits is staged; another base means that our bits are not of the log."""
         if not self._is_base_of(attempt):
             return self._lost()
-        refs = attempt.payloads
-        return replace(self, phase=Phase.STAGING, attempt=attempt, refs=refs), (Stage(attempt, refs),)
+        staging = replace(self, phase=Phase.STAGING, attempt=attempt, refs=attempt.payloads, refused=False)
+        return staging, (Stage(attempt, staging.refs),)
 
     def _staged(self, event: Staged) -> Step:
         if not self._fits(event.sums):
-            return self._lost()
+            return self._refuse(Phase.STAGED)
         staged = replace(self, phase=Phase.STAGED)
         if self._attempt().outcome is None:  # it may have been decided meanwhile
             return staged, (ReadAttempt(self._attempt().number),)
@@ -206,15 +208,22 @@ class Follower:
 
     def _fits(self, sums: tuple[Sums, ...]) -> bool:
         """Whether the live bits are those that the payloads were made for; overwrites take any. ``IntegrityError`` if
-        the payloads are not what their manifest says: nothing of them is written."""
+        payloads of a version are not what its manifests say: nothing of them is written."""
         pairs = list(zip(sums, self.refs, strict=True))
         if any(found.pre != ref.pre for found, ref in pairs if not ref.overwrites):
             return False
         for found, ref in pairs:
-            if found.post != ref.post:
+            if found.post != ref.post and self._attempt().committed:
                 what = f"payload {ref.sha256[:12]} does not lead where its manifest says"
                 raise IntegrityError(what, expected=ref.post, found=found.post)
-        return True
+        return all(found.post == ref.post for found, ref in pairs)
+
+    def _refuse(self, phase: Phase) -> Step:
+        """What is committed fits the bits of its base: ours are not those. Before that nobody knows whose fault it is,
+        for a producer announces, and seals, before its baseline is proven (F4)."""
+        if self._attempt().committed:
+            return self._lost()
+        return replace(self, phase=phase, refs=(), refused=True), (DropStage(), ReadAttempt(self._attempt().number))
 
     def _not_staged(self, event: NotStaged) -> Step:
         return self._lost()
@@ -227,10 +236,13 @@ class Follower:
 
     def _decided(self, attempt: Attempt) -> Step:
         if attempt.outcome is None:
-            return self, (CastVote(attempt, Held.STAGED), AwaitAttempt(attempt.number))
+            held = Held.REFUSED if self.refused else Held.STAGED
+            return self, (CastVote(attempt, held), AwaitAttempt(attempt.number))
         if not attempt.committed:
             after, actions = self._pass(attempt)
             return after, (DropStage(), *actions)
+        if self.refused:
+            return self._stage(attempt)
         dirty, actions = self._dirty(attempt)
         after, more = dirty._apply(self.refs)
         return after, (*actions, *more)
@@ -251,6 +263,8 @@ class Follower:
         announced = attempt.announced
         if not self.written <= {ref.sha256 for ref in announced}:  # read before it is all visible again (F13), or twins
             return now._lost() if attempt.committed else (now, (AwaitAttempt(attempt.number),))
+        if self.refused and not attempt.committed:
+            return now, (CastVote(attempt, Held.REFUSED), AwaitAttempt(attempt.number))
         if fresh := tuple(ref for ref in announced if ref.sha256 not in self.written):
             return replace(now, phase=Phase.FILLING, refs=fresh), (Stage(attempt, fresh),)
         if not (attempt.outcome or adds_up(attempt)):
@@ -270,7 +284,7 @@ class Follower:
         return self._go_on(event.attempt)
 
     def _filled(self, event: Staged) -> Step:
-        return self._apply(self.refs) if self._fits(event.sums) else self._lost()
+        return self._apply(self.refs) if self._fits(event.sums) else self._refuse(Phase.STREAMING)
 
     def _apply(self, refs: Refs) -> Step:
         ops = (Op.APPLY,) * len(refs)

@@ -83,12 +83,14 @@ class Driver:
     # ------------------------------------------------------------------------------------ actions
 
     def _do(self, action: m.Action) -> m.Event:
+        self._trainers.beat()
         if isinstance(action, m.ReadAttempt):
             return m.AttemptRead(self._log.attempt(action.number))
         if isinstance(action, m.ReadManifest):
             return m.ManifestRead(self._log.manifest(action.number, action.producer))
         if isinstance(action, m.EndLists):
             for number in action.numbers:
+                self._trainers.beat()
                 end_lists(self._log, number, runtime.token())
             return m.Created()
         if isinstance(action, m.CreateIntent):

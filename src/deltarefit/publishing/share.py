@@ -67,7 +67,7 @@ class Share:
 
     def _delta(self, intent: Intent, step: int, taken: Callable[[], None]) -> Report:
         self.timed("prepare", lambda: self.baseline.move(intent.base))
-        touched = touched_since(self.log, intent.base, intent.attempt, self.source.pieces)
+        touched = touched_since(self.log, intent.base, intent.attempt, self.source.pieces, self.watch)
         encoder = self._encoder(self.options.prove, touched)
         announcing = Announcing(self.log, intent, self.source.exchange.rank)
         refs = self._upload(encoder.delta, payload_prefix(intent.attempt), taken, announcing.add)

@@ -7,7 +7,7 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -42,16 +42,21 @@ class Touched:
         return index[low:high] - start
 
 
-def touched_since(log: RunLog, base: int, number: int, pieces: Sequence[Piece]) -> Touched:
+def touched_since(
+    log: RunLog, base: int, number: int, pieces: Sequence[Piece], watch: Callable[[], None] = lambda: None
+) -> Touched:
     """What streams between version ``base`` and attempt ``number`` have announced of ``pieces``. Their lists must be
-    ended (``UnavailableError``). A payload that cannot be read may hold anything of the tensors it is about."""
+    ended (``UnavailableError``). A payload that cannot be read may hold anything of the tensors it is about.
+    ``watch`` is called again and again meanwhile, and may raise."""
     found: dict[int, list[Index]] = {}
     for earlier in range(base + 1, number):
+        watch()
         attempt = log.attempt(earlier)
         if attempt.intent is None:  # it was there: a store that has not caught up says nothing (F13)
             raise UnavailableError(f"attempt {earlier} is not visible any more", next_step="Publish again.")
         if attempt.streams:
             for ref in _announced(attempt):
+                watch()
                 _add(log, earlier, ref, pieces, found)
     return Touched(found)
 
