@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from typing import Any
 
 import numpy as np
 
 from deltarefit import Receiver, runtime
-from deltarefit.manifest import State
+from deltarefit.errors import UnavailableError
+from deltarefit.manifest import Header, State
 from deltarefit.ports import Store
 from deltarefit.runlog import RunLog
 from deltarefit.runtime import SystemRuntime
@@ -39,8 +41,10 @@ class Mortal(SystemRuntime):
 class Follower:
     """One target, followed by one agent after another."""
 
-    def __init__(self, store: Store, rng: np.random.Generator, rate: float = 0.0, name: str = "") -> None:
-        self.target = h.StrictTarget(RunLog.open(store).run)
+    def __init__(
+        self, store: Store, rng: np.random.Generator, rate: float = 0.0, name: str = "", target: Any = None
+    ) -> None:
+        self.target = target or h.StrictTarget(RunLog.open(store).run)
         self.heard, self.mortal = h.Heard(), Mortal(rng, rate)
         self._store, self._name = store, name
         self._stop = threading.Event()
@@ -73,12 +77,18 @@ class Follower:
                 self.failure = error
                 return
 
+    def _header(self) -> Header | None:
+        try:
+            return self.target.read_header()  # type: ignore[no-any-return]
+        except UnavailableError:  # a live target that is being attached to
+            return None
+
     def clean(self, version: int) -> bool:
-        header = self.target.read_header()
+        header = self._header()
         return header is not None and header.state is State.CLEAN and header.version == version
 
     def dirty(self) -> bool:
-        header = self.target.read_header()
+        header = self._header()
         return header is not None and header.state is State.DIRTY
 
 
@@ -91,9 +101,9 @@ def until(what: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def following(store: Store, *seeds: int, rate: float = 0.0) -> Iterator[list[Follower]]:
+def following(store: Store, *seeds: int, rate: float = 0.0, target: Any = None) -> Iterator[list[Follower]]:
     """Receivers of a run, each at its present head."""
-    fleet = [Follower(store, np.random.default_rng(seed), rate, f"r{seed}") for seed in seeds]
+    fleet = [Follower(store, np.random.default_rng(seed), rate, f"r{seed}", target) for seed in seeds]
     head = RunLog.open(store).head()
     assert head is not None
     for one in fleet:

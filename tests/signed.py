@@ -80,7 +80,7 @@ def publish(chain: h.Chain, signer: Signer, trust: Trust | None = None, kinds: t
 
 
 def plain(store: Store, key: str) -> bytes:
-    return split_signature(store.get(key), key)[0]
+    return bytes(split_signature(store.get(key), key)[0])
 
 
 def resign(store: Store, key: str, signer: Signer, run: str, place: str | None = None) -> None:

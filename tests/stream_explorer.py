@@ -48,6 +48,8 @@ Bits = tuple[int, ...]
 Pair = tuple[int, int]
 BASE: Bits = (0, 0, 0)
 LOST: Bits = (9, 9, 9)
+WRONG = 7
+"""What no version holds."""
 OWNED = ((0, 1), (2,))
 """Positions of each producer."""
 STAGE, STREAM = Mode.STAGE, Mode.STREAM
@@ -67,8 +69,9 @@ class Fate:
     may choose. ``slips``: so many writes do nothing. ``evictions``: how many votes COMMITs may lack; None: any number.
     ``streams``: receivers write before COMMIT; ``switches``: a new agent may think otherwise. ``forgets``: a crash may
     take the spool with it. ``late``: the last of a list may not be visible yet, even if it was before; these two may
-    cost an anchor. ``orders``: positions of one write are written in any order. ``tight``: a list's end comes with its
-    last payload. ``last``: the mode of the attempt by which a run without faults ends.
+    cost an anchor. ``flawed``: attempts in which producer 1 is wrong about the base (F4). ``orders``: positions of one
+    write are written in any order. ``tight``: a list's end comes with its last payload. ``last``: the mode of the
+    attempt by which a run without faults ends.
 
     The last four are rules of the opener and of memory, to be broken: what it overwrites ("whole" union, only what
     "changed", or "none"), whether it ends lists, whether it takes only what is committed for the base, and whether
@@ -84,6 +87,7 @@ class Fate:
     switches: bool = False
     forgets: bool = False
     late: bool = False
+    flawed: tuple[int, ...] = ()
     orders: bool = True
     tight: bool = False
     last: Mode = STREAM
@@ -201,7 +205,8 @@ def listed(entry: Entry, producer: int) -> tuple[Batch, ...]:
 def records(entry: Entry, base: Bits) -> Seen:
     """What the log says of an attempt on a version that holds ``base``."""
     number, mode = entry.number, entry.mode
-    intent = Intent(RUN, number, entry.base, digest(base) if entry.base else Digest(), mode, f"n{number}", 2)
+    nonce = "flawed" if entry.base and entry.held != base else f"n{number}"
+    intent = Intent(RUN, number, entry.base, digest(base) if entry.base else Digest(), mode, nonce, 2)
     count = next((p for p in (0, 1) if not entry.sealed[p]), 2)
     fields = (number, entry.base, entry.held, entry.new, entry.touched)
     made = tuple(manifest(*fields, p) for p in range(count))
@@ -214,6 +219,11 @@ def records(entry: Entry, base: Bits) -> Seen:
         return seen
     outcome_now = Outcome(RUN, number, Decision.ABORT, entry.base, Digest(), (), 0, "x") if entry.end else None
     return Seen(number, intent, made, outcome_now, batches)
+
+
+def is_flawed(seen: attempts.Attempt) -> bool:
+    """A producer has taken other bits for the base's."""
+    return seen.intent is not None and seen.intent.nonce == "flawed"
 
 
 def put(pair: Pair, at: int, value: int) -> Pair:
@@ -272,7 +282,7 @@ class Logs:
             for name, after in self._announce(entry, entry is last):
                 yield f"{name} {entry.number}", (*log[:at], after, *log[at + 1 :])
         if last.end == OPEN:
-            yield f"abort {last.number}", (*log[:-1], last._replace(end=ABORT))
+            yield f"abort {last.number}", self.aborted(log)
             if self.complete_now(log):
                 yield f"commit {last.number}", self.committed(log)
         elif len(log) <= len(self.fate.script):
@@ -309,6 +319,8 @@ class Logs:
     def opened(self, log: Log, mode: Mode, new: Bits) -> Entry:
         base = self.base(log)
         held = base.new if self.fate.committed_base else log[-1].new
+        if len(log) + 1 in self.fate.flawed:
+            held = (*held[:2], WRONG)
         touched = frozenset[int]().union(*(announced(entry) for entry in log[base.number :]))
         if self.fate.union == "none":
             touched = frozenset()
@@ -326,12 +338,19 @@ class Logs:
         """The log once nothing goes wrong any more: its last attempt is committed, or open, sealed and adding up."""
         if number not in self._complete:
             log = self.all[number]
-            while log[-1].end == ABORT:
-                _, log = next(self._open(log, (self.fate.last, log[-1].new)))
-            while log[-1].end == OPEN and (more := list(self._announce(log[-1], True))):
-                log = (*log[:-1], more[0][1])
+            for _ in range(100):
+                last = log[-1]
+                if last.end == ABORT:
+                    _, log = next(self._open(log, (self.fate.last, last.new)))
+                elif last.end == OPEN and (more := list(self._announce(last, True))):
+                    log = (*log[:-1], more[0][1])
+                elif last.end == OPEN and not self.complete_now(log):
+                    log = self.aborted(log)
             self._complete[number] = self.id(log)
         return self._complete[number]
+
+    def aborted(self, log: Log) -> Log:
+        return (*log[:-1], log[-1]._replace(end=ABORT))
 
 
 # ------------------------------------------------------------------------------------------ receivers
@@ -346,7 +365,7 @@ Kept = tuple[int, str, Bits]
 class Own(NamedTuple):
     """The state of one receiver. ``reading`` is what it has read of an attempt so far; ``voted`` the attempt that it
     has voted for (below 0: with weights that are gone since). ``may_load``: memory was lost, and an anchor
-    may be loaded."""
+    may be loaded. ``refused`` is the attempt that it has refused last."""
 
     machine: Follower
     queue: tuple[m.Action, ...]
@@ -358,6 +377,7 @@ class Own(NamedTuple):
     reading: tuple[Pair, Pair] | tuple[()] | None = None
     voted: int = 0
     may_load: bool = False
+    refused: int = 0
 
     def feed(self, event: m.Event) -> Own:
         try:
@@ -413,8 +433,12 @@ def step(own: Own, orders: bool) -> list[Own]:
 
 
 def cast(own: Own, action: m.CastVote) -> Own:
-    """I3."""
+    """I3; and it refuses only what is wrong, unless its own bits may be."""
     seen = action.attempt
+    if action.held is Held.REFUSED:
+        if not (own.may_load or is_flawed(seen)):
+            raise Broken(f"refuses {seen.number}, with which nothing is wrong")
+        return own._replace(refused=seen.number)
     if not attempts.adds_up(seen):
         raise Broken("I3: votes for what does not add up")
     if action.held is Held.APPLIED:
@@ -674,7 +698,8 @@ class Explorer:
             raise Broken(f"I3: has voted for {header.target} and holds {bits}")
 
     def recover(self, who: int, log: int) -> None:
-        """Beside a complete log it votes for what is sealed, and ends CLEAN at the head."""
+        """Beside a complete log it votes for what is sealed, and ends CLEAN at the head. What it refuses is aborted,
+        for it is alone."""
         passed = set[tuple[int, int]]()
         for _ in range(500):
             if (who, log) in self._fine:
@@ -691,6 +716,10 @@ class Explorer:
             elif abs(own.voted) == len(entries) or (waits and not own.machine.streams):
                 passed.add((who, log))
                 log = self.logs.id(self.logs.committed(entries))
+                continue
+            elif own.refused == len(entries):
+                passed.add((who, log))
+                log = self.logs.complete(self.logs.id(self.logs.aborted(entries)))
                 continue
             elif waits:
                 raise Broken(f"I6: does not vote, in phase {own.machine.phase.value}")
@@ -805,6 +834,9 @@ EACH_CHANGE: dict[str, Fate] = {
     "stream, agents switch": Fate((((STREAM, A),), ((STREAM, BASE),)), switches=True, orders=False, tight=True),
     "stream, stream, spool lost": Fate((((STREAM, C),), ((STREAM, B),)), forgets=True, orders=False, tight=True),
     "stream, stage, late": Fate((((STREAM, A),), ((STAGE, B),)), late=True, orders=False, tight=True),
+    "a flawed stream, stream": Fate((((STREAM, B),), ((STREAM, D),)), flawed=(2,), orders=False, tight=True),
+    "a flawed stage, stream": Fate((((STAGE, B),), ((STREAM, D),)), flawed=(2,), orders=False, tight=True),
+    "stream, a flawed stage": Fate((((STREAM, A),), ((STAGE, D),)), flawed=(3,), orders=False, tight=True),
     "three streams": Fate((((STREAM, C),), ((STREAM, C),), ((STREAM, D),)), crashes=0, orders=False, tight=True),
     "stream, stage, stream": Fate((((STREAM, C),), ((STAGE, BASE),), ((STREAM, B),)), crashes=0, tight=True),
 }
@@ -821,6 +853,8 @@ RELEASE: dict[str, Fate] = {
     "two, agents switch": Fate((EITHER, EITHER), switches=True),
     "two, spool lost": Fate((EITHER, EITHER), forgets=True),
     "two, late": Fate((EITHER, EITHER), late=True),
+    "two, the first flawed": Fate((EITHER, EITHER), flawed=(2,)),
+    "three, the second flawed": Fate((((STREAM, A),), EITHER, ((STREAM, B),)), flawed=(3,), crashes=0, tight=True),
 }
 """For a release: as many states of each as there is time for."""
 

@@ -67,6 +67,12 @@ def test_prune(here: Here, spoiled: Desk, tmp_path: Path) -> None:
     assert followed.lines == ["5"]
     assert same_files(tmp_path / "into", Path(spoiled.checkpoint(4)))
     assert here("prune", spoiled.store, "--grace", 0).last == "0"
+    rows = here("log", spoiled.store, "--json").body["attempts"]
+    assert [(row["outcome"], row["step"] is None) for row in rows] == [("COMMIT", n < 3) for n in range(1, 6)]
+    assert [row["anchor"] for row in rows] == [False, False, False, False, True]
+    gone = here("show", spoiled.store, 2)
+    assert (gone.code, "was pruned" in gone.err) == (3, True)
+    assert here("show", spoiled.store, 4).code == 0
 
 
 def test_prune_says_what_it_kept_and_why(here: Here, spoiled: Desk) -> None:

@@ -294,7 +294,8 @@ def test_what_states_no_version_is_seen() -> None:
 
 def test_attempts_that_came_to_nothing_are_cleared_and_open_ones_are_not(chain: h.Chain, made: h.Chain) -> None:
     log = RunLog.open(chain.store)
-    chain.store.put(payload_prefix(2) + "ab", b"left by a publisher that died")
+    for left in ("pl/ab", "b/0/0", "b/1/12", "v/r1", "v/intent", "p/7"):
+        chain.store.put(attempt_key(2, left), b"left by a publisher that died, or by voters")
     commit = log.version(6)
     assert commit.outcome is not None
     intent = Intent(log.run, 7, 6, commit.outcome.digest, Mode.STAGE, "open")
@@ -306,7 +307,10 @@ def test_attempts_that_came_to_nothing_are_cleared_and_open_ones_are_not(chain: 
         attempt_key(7, "intent"),
         payload_prefix(7) + "cd",
     }
-    assert payload_prefix(2) + "ab" not in keys(chain.store)
+    assert {key for key in keys(chain.store) if key.startswith("a/0000000002")} == {
+        attempt_key(2, "intent"),
+        attempt_key(2, "outcome"),
+    }
 
 
 def test_an_attempt_without_outcome_stays_wherever_it_is(chain: h.Chain) -> None:

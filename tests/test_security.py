@@ -45,7 +45,7 @@ from deltarefit.manifest import (
 from deltarefit.notary import Notary
 from deltarefit.pieces import Piece
 from deltarefit.ports import Store
-from deltarefit.records import Digest, split_signature
+from deltarefit.records import MAX_RECORD_BYTES, Digest, split_signature
 from deltarefit.runlog import RunLog
 from deltarefit.signing import Kind, Signature, Signer
 from deltarefit.trust import Role, Trust
@@ -446,6 +446,25 @@ def test_objects_without_end(
     finally:
         tracemalloc.stop()
     assert store.hit
+
+
+@pytest.mark.parametrize("name", ["intent", "p/0", "outcome", "catalog"])
+@pytest.mark.slow
+def test_the_largest_forgeries_are_not_even_copied(one: Scene, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record as large as records may be, with a signature, costs its own bytes and no more."""
+    line = one.signer.sign(one.run, A3 + name, b"").to_line()
+    data = b"{" * MAX_RECORD_BYTES + b"\n" + b"0" * 64 + b"\n" + line
+    target, key = holding(one, 2), A3 + name
+    if name == "catalog":
+        key = next(key for key, _ in one.store.list("catalog/"))
+    tracemalloc.start()
+    try:
+        for forged in (data, data[-(MAX_RECORD_BYTES // 2) :], data[: -len(line)], data[:-1]):
+            tracemalloc.reset_peak()
+            refused(one.store, one.trust, target, monkeypatch, tamper=lambda s, f=forged: s.served.update({key: f}))
+        assert tracemalloc.get_traced_memory()[1] < 2 * MAX_RECORD_BYTES + ALLOWANCE
+    finally:
+        tracemalloc.stop()
 
 
 JSON = {

@@ -150,7 +150,8 @@ def test_signatures_that_are_none(kind: Kind) -> None:
     impostor = new_signer(kind)  # the name of the trusted key, another secret
     place, trust = "a/0000000007/intent", trust_in(signer)
     good = seal(signer, place, INTENT)
-    body, line = split_signature(good, place)
+    plain, line = split_signature(good, place)
+    body = bytes(plain)
     cases: dict[str, bytes] = {
         "is not signed": body,
         "unknown key": seal(other, place, INTENT),

@@ -111,7 +111,7 @@ def test_simulate_refuses_an_unknown_mode(capsys: pytest.CaptureFixture[str]) ->
 # ------------------------------------------------------------------------------------------ the parts
 
 
-def played(main_: Callable[[Process], None], faults: StoreFaults = StoreFaults(), seed: str = "0") -> World:
+def played(main_: Callable[[Process], None], seed: str = "0") -> World:
     """One process alone in a world; what it raises is raised here."""
     world, raised = World(seed), []
 
@@ -180,9 +180,9 @@ def test_hidden_objects_are_found_in_the_end() -> None:
     missed: list[int] = []
 
     def main_(process: Process) -> None:
-        client = Client(Shelf(process.world, StoreFaults(hidden=1.0)), process, "p")
+        client = Client(Shelf(process.world, StoreFaults(hidden=1.0, hidden_s=30.0)), process, "p")
         client.put("k", b"x")
-        for number in range(200):
+        for number in range(700):
             try:
                 client.get("k")
             except NotFoundError:
@@ -190,8 +190,7 @@ def test_hidden_objects_are_found_in_the_end() -> None:
             process.rest(0.05)
 
     played(main_)
-    assert 0 < len(missed) < 100
-    assert max(missed) < 100
+    assert 0 < len(missed) < max(missed) < 600
 
 
 def test_a_replaced_create_once_object_is_a_failure() -> None:
@@ -230,7 +229,7 @@ def test_the_dead_have_no_effect() -> None:
         access.write_header(header)
         access.seed(CATALOG, {})
         try:
-            with access.window(0, 0, 3) as (array, _):
+            with access.window(0, 0, 3):
                 process.die("crash")
         except BaseException:
             for act in (
@@ -260,9 +259,9 @@ def test_the_dead_have_no_effect() -> None:
     assert not weights.paused
 
 
-def seeded(process: Process, disk: bool, faults: WeightFaults = WeightFaults()) -> tuple[Weights, Access]:
+def seeded(process: Process, disk: bool) -> tuple[Weights, Access]:
     """Paused weights under a header that says UNKNOWN, all sevens and flushed."""
-    weights = Weights(process.world, "w", disk, faults, lambda weights, when: None)
+    weights = Weights(process.world, "w", disk, WeightFaults(), lambda weights, when: None)
     access = Access(weights, process)
     access.pause()
     access.write_header(Header("0" * 32, "c", State.UNKNOWN, 0, 0, Digest(), 0, "i"))

@@ -107,7 +107,7 @@ class AppliesTwice(Mutant):
 
 
 class ForgetsWritten(Mutant):
-    """M10, but the sums before each write are looked at: the machine must not need an anchor either."""
+    """M10, but the sums before each write are looked at: nothing is written twice, and nothing goes on."""
 
     def _streamed(self, event: m.AttemptRead) -> f.Step:
         return replace(self, written=frozenset())._go_on(event.attempt)
@@ -257,6 +257,28 @@ class TakesAbortedForStaged(Mutant):
         return after, (*actions, *more)
 
 
+class CondemnsItself(Mutant):
+    """A payload that does not fit is taken for proof that its own bits are wrong (F4)."""
+
+    def _refuse(self, phase: Phase) -> f.Step:
+        return self._lost()
+
+
+class CondemnsItselfAtRedo(Mutant):
+    """The same only after a crash, of a payload that is neither applied nor untouched."""
+
+    def _classified(self, event: m.Classified) -> f.Step:
+        after, actions = super()._classified(event)
+        return self._lost() if after.refused else (after, actions)
+
+
+class AppliesWhatDoesNotFit(Mutant):
+    """Writes a payload wherever it leads."""
+
+    def _fits(self, sums: tuple[m.Sums, ...]) -> bool:
+        return True
+
+
 class NoProof(Mutant):
     """Bits that failed attempts have written to are not proven as a whole."""
 
@@ -268,7 +290,7 @@ FATES = {
     "one": Fate((((STREAM, A),),), slips=1),
     "two": Fate((((STREAM, A),), ((STREAM, B), (STREAM, BASE))), tight=True),
     "stage": Fate((((STREAM, A),), ((STAGE, B),)), tight=True),
-    "three": Fate((((STREAM, A),), ((STREAM, B),), ((STREAM, A),)), crashes=0, orders=False, tight=True),
+    "flawed": s.EACH_CHANGE["a flawed stream, stream"],
 }
 MUTANTS: list[tuple[type[Mutant], str, str]] = [
     (AppliesAtRedo, "one", "I9"),
@@ -278,7 +300,7 @@ MUTANTS: list[tuple[type[Mutant], str, str]] = [
     (TriesForEver, "one", "I9"),
     (TakesOlder, "two", "I10"),
     (AppliesTwice, "two", "I9"),
-    (ForgetsWritten, "two", "anchor"),
+    (ForgetsWritten, "two", "refuses"),
     (CleanAfterAbort, "one", "I1"),
     (CleanOnCommit, "one", "I1"),
     (NoBaseCheck, "two", "I9"),
@@ -287,12 +309,15 @@ MUTANTS: list[tuple[type[Mutant], str, str]] = [
     (VotesEarly, "one", "I3"),
     (VotesBeforeWriting, "one", "I3"),
     (ResumesAdrift, "one", "I7"),
-    (GuardsOverwrites, "two", "anchor"),
+    (GuardsOverwrites, "two", "refuses"),
     (CountsProgress, "two", "I3"),
     (KeepsWritten, "two", "I6"),
-    (DropsBeforeWriting, "one", "anchor"),
+    (DropsBeforeWriting, "one", "refuses"),
     (KeepsStageAfterAbort, "two", "beside"),
     (TakesAbortedForStaged, "stage", "I2"),
+    (CondemnsItself, "flawed", "anchor"),
+    (CondemnsItselfAtRedo, "flawed", "anchor"),
+    (AppliesWhatDoesNotFit, "flawed", "I9"),
 ]
 
 
@@ -316,10 +341,10 @@ def without(**broken: object) -> Fate:
 @pytest.mark.parametrize(
     ("fate", "dies_of"),
     [
-        pytest.param(without(union="none"), "anchor", id="M1 the next attempt ships its changes again"),
+        pytest.param(without(union="none"), "refuses", id="M1 the next attempt ships its changes again"),
         pytest.param(without(union="changed"), "anchor", id="M2 it overwrites only what it changes"),
         pytest.param(without(keeps=False), "I1", id="M6 M16 the header outlives the weights"),
-        pytest.param(without(ends=False), "anchor", id="M7 it opens before all lists are at their end"),
+        pytest.param(without(ends=False), "refuses", id="M7 it opens before all lists are at their end"),
         pytest.param(without(committed_base=False), "I6", id="M8 the baseline moves before COMMIT"),
     ],
 )

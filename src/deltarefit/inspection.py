@@ -9,6 +9,7 @@ from functools import partial
 
 from deltarefit.codec import open_payload
 from deltarefit.compare import TensorChange
+from deltarefit.errors import NotFoundError
 from deltarefit.events import Emit, Event, ignore
 from deltarefit.manifest import Anchor, FileRef, PayloadRef
 from deltarefit.protocol.attempts import Attempt
@@ -82,7 +83,7 @@ def row(log: RunLog, attempt: Attempt, anchors: AbstractSet[int] = frozenset()) 
     birth."""
     intent, outcome = attempt.intent, attempt.outcome
     base = intent.base if intent else 0
-    whole = attempt.committed and base == 0
+    whole = attempt.committed and base == 0 and not attempt.pruned
     changed = sum(manifest.changed for manifest in attempt.manifests)
     dense, wire = log.catalog.dense_bytes, _wire_bytes(attempt, log.anchor(attempt.number) if whole else None)
     return Row(
@@ -110,8 +111,10 @@ def _wire_bytes(attempt: Attempt, anchor: Anchor | None) -> int:
 
 
 def inspect_version(log: RunLog, number: int) -> VersionDetails:
-    """Details of a version; ``NotFoundError`` if that attempt is not committed."""
+    """Details of a version; ``NotFoundError`` if that attempt is not committed, or pruned."""
     attempt = log.version(number)
+    if attempt.pruned:
+        raise NotFoundError(f"version {number} was pruned", next_step="Only its place in the log is left: log STORE.")
     intent, outcome = attempt.intent, attempt.outcome
     anchor = log.anchor(number)
     first = anchor if intent and intent.base == 0 else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from deltarefit.errors import FormatError, SignatureError, UsageError
-from deltarefit.manifest import Catalog, Hint, Intent, Member, Run, Vote
+from deltarefit.manifest import Catalog, Hint, Intent, Member, Outcome, Run, Vote
 from deltarefit.ports import Store
 from deltarefit.records import MAX_RECORD_BYTES, MAX_SIGNATURE_BYTES, Record, split_signature
 from deltarefit.retention import Pin, Tombstone
@@ -25,7 +25,10 @@ Get = Callable[[Store, str, int], bytes]
 UNSIGNED = (Hint, Vote, Member, Pin, Tombstone, Catalog)
 """Records that decide nothing about bits: where to look first, what receivers say of themselves, what may be deleted.
 A catalog is proven by its hash, which the signed run names."""
-_SMALL: dict[type[Record], int] = dict.fromkeys((Run, Hint, Intent, Member, Pin, Tombstone), 4096)
+_SMALL: dict[type[Record], int] = {
+    **dict.fromkeys((Run, Hint, Intent, Member, Pin, Tombstone), 8192),
+    Outcome: 64 << 20,
+}
 """Most bytes of a record without its signature, where ``MAX_RECORD_BYTES`` would be absurd."""
 
 
@@ -66,9 +69,9 @@ class Notary:
         plain, line = split_signature(data, place)
         signature = Signature.parse(line, place) if line else None
         if self.trust is None or issubclass(kind, UNSIGNED):
-            return kind.from_bytes(plain, place)
+            return kind.from_bytes(bytes(plain) if line else data, place)
         key = self.trust.verify(signature, run, place, plain)
-        record = kind.from_bytes(plain, place)
+        record = kind.from_bytes(bytes(plain), place)
         self.trust.allow(key, record, place, catalog)
         return record
 

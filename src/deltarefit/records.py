@@ -86,16 +86,16 @@ class Record:
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
 
-def split_signature(data: bytes, where: str) -> tuple[bytes, bytes]:
+def split_signature(data: bytes, where: str) -> tuple[memoryview, bytes]:
     """The canonical bytes of a record as they are stored, and the signature line that follows them (empty: none).
-    Nothing is parsed; ``FormatError`` for what cannot be a record with one signature."""
+    Nothing is parsed or copied; ``FormatError`` for what cannot be a record with one signature."""
     end = data.find(b"\n") + 66
     if end < 67 or len(data) < end:
         raise FormatError(f"{where}: truncated or not a record", found=f"{len(data)} bytes")
-    line = data[end:]
-    if line and (len(line) > MAX_SIGNATURE_BYTES or line.find(b"\n") != len(line) - 1):
-        raise FormatError(f"{where}: more than a record and one signature", found=f"{len(line)} more bytes")
-    return data[:end], line
+    line = data[end : end + MAX_SIGNATURE_BYTES]
+    if end + len(line) < len(data) or (line and line.find(b"\n") != len(line) - 1):
+        raise FormatError(f"{where}: more than a record and one signature", found=f"{len(data) - end} more bytes")
+    return memoryview(data)[:end], line
 
 
 def _checked_body(data: bytes, where: str) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class Signature:
         return cls(kind, key, bytes.fromhex(found[3].decode()))
 
 
-def message(kind: Kind, key: str, run: str, place: str, record: bytes) -> bytes:
+def message(kind: Kind, key: str, run: str, place: str, record: bytes | memoryview) -> bytes:
     """What is signed: format, kind and id of the key, run (empty for the record that names it), the place in the store,
     and the SHA-256 of the record's canonical bytes. No part can hold the zero byte that ends it."""
     head = "\0".join((_TAG, kind.value, key, run, place, ""))
@@ -100,7 +100,7 @@ class Signer:
         check_key_id(self.key)
         check_secret(self.kind, self.secret)
 
-    def sign(self, run: str, place: str, record: bytes) -> Signature:
+    def sign(self, run: str, place: str, record: bytes | memoryview) -> Signature:
         """Sign a record's canonical bytes for one place in one run."""
         data, secret = message(self.kind, self.key, run, place, record), self.secret.reveal()
         if self.kind is Kind.HMAC:

@@ -77,7 +77,7 @@ class TrustedKey:
         elif len(self.material) != SECRET_BYTES:
             raise UsageError(f"the public key {self.key}", expected="32 bytes", found=len(self.material))
 
-    def fits(self, signature: Signature, run: str, place: str, record: bytes) -> bool:
+    def fits(self, signature: Signature, run: str, place: str, record: bytes | memoryview) -> bool:
         """Whether it made this signature, for this run and place."""
         if signature.kind is not self.kind:
             return False
@@ -102,7 +102,7 @@ class Trust:
         if not names or len(set(names)) != len(names):
             raise UsageError("trusted keys", expected="at least one, each name once", found=names)
 
-    def verify(self, signature: Signature | None, run: str, place: str, record: bytes) -> TrustedKey:
+    def verify(self, signature: Signature | None, run: str, place: str, record: bytes | memoryview) -> TrustedKey:
         """The key that signed these bytes for this place. Raises ``SignatureError``; parses nothing."""
         if signature is None:
             raise _refused(f"{place} is not signed", expected=f"a signature by {self._names()}")

@@ -310,7 +310,7 @@ class Follower:
         found = list(zip(self.refs, event.live, event.kept, strict=True))
         ops = {ref: _op(live, ref) for ref, live, kept in found if kept}
         if any(_op(live, ref) is Op.SET and not (kept or ref.overwrites) for ref, live, kept in found):
-            return self._lost()
+            return self._refuse(Phase.STREAMING)
         refs, done = tuple(ops), {ref.sha256 for ref, live, _ in found if live == ref.post}
         writing = replace(self, phase=Phase.WRITING, refs=refs, written=frozenset(done), sets=Op.SET in ops.values())
         return writing, (Write(self._attempt(), refs, tuple(ops.values())),)
@@ -324,7 +324,7 @@ class Follower:
             reading = replace(self, phase=Phase.STREAMING, written=done, refs=(), sets=False)
             return reading, (DropStage(), ReadAttempt(self._attempt().number))
         if self.sets:
-            return self._lost()
+            return self._refuse(Phase.STREAMING)
         ops = tuple(_op(live, ref) for ref, live in pairs)
         return replace(self, sets=True), (Write(self._attempt(), self.refs, ops),)
 
@@ -346,7 +346,7 @@ class Follower:
         return after, (WriteHeader(after._header(State.CLEAN)), DropStage(), Resume(), *actions)
 
     def _values_lost(self, event: ValuesLost) -> Step:
-        return self._lost()
+        return self._refuse(Phase.STREAMING)
 
     # ------------------------------------------------------------------------------------ parts
 

@@ -87,9 +87,11 @@ class Team:
         self._said: dict[str, bytes] = {}
         self._turns: list[Turn | None] = []
         self._over = False
+        self._kept = trainer.train.baseline == FILE
         self._left = ranks
         self._processes = [
-            Process(world, f"{trainer.name}-{start}.{rank}", self._main_of(rank), self._ended) for rank in range(ranks)
+            Process(world, f"{trainer.name}-{start}.{rank}", self._main_of(rank), self._ended_of(rank))
+            for rank in range(ranks)
         ]
         for process in self._processes:
             plan(process, trainer.scenario, (CRASH, CRASH, POWER), self._hung)
@@ -128,9 +130,7 @@ class Team:
         if train.baseline == TARGET and self.ranks == 1:
             target = Access(trainer.target, process)
         else:
-            kept = train.baseline == FILE
-            file = trainer.files.setdefault((self.ranks, rank), BaselineFile()) if kept else BaselineFile()
-            bits = SimBits(file, process, trainer.oracle, self._owned[rank])
+            bits = SimBits(self._bits(rank), process, trainer.oracle, self._owned[rank])
         publisher = SimPublisher(
             store,
             source,
@@ -143,6 +143,10 @@ class Team:
             min_receivers=train.min_receivers,
         )
         return publisher, bits
+
+    def _bits(self, rank: int) -> BaselineFile:
+        files = self.trainer.files
+        return files.setdefault((self.ranks, rank), BaselineFile()) if self._kept else BaselineFile()
 
     def _turn(self, number: int) -> Turn | None:
         """The same for all ranks: whoever comes first decides."""
@@ -165,12 +169,15 @@ class Team:
 
     # ------------------------------------------------------------------------------------ whoever watches over them
 
-    def _ended(self, how: str | None) -> None:
+    def _ended_of(self, rank: int) -> Callable[[str | None], None]:
+        return lambda how: self._ended(rank, how)
+
+    def _ended(self, rank: int, how: str | None) -> None:
         self._left -= 1
         if how == POWER:
-            for file in self.trainer.files.values():
-                file.lose_power()
-            self.trainer.target.lose_power()
+            self._bits(rank).lose_power()
+            if self.ranks == 1:
+                self.trainer.target.lose_power()
         if how is None and self._left and self._turns and self._turns[-1] is None:
             return  # the others are about to finish, too
         self._replace()
