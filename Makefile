@@ -88,8 +88,9 @@ $(ENGINES)/.installed: $(ENGINES)/.engines pyproject.toml $(KERNEL)
 	$(ENGINES_INSTALL) -e .
 	touch $@
 
+# Where there is no wheel of atheris, parsers are fuzzed blindly.
 $(VENV)/.fuzz: $(VENV)/.test
-	$(PIP) atheris
+	-$(PIP) --only-binary :all: atheris
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.test

@@ -16,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests import signed, test_codec, test_codec_damage, test_composition, test_records
+from tests import test_codec_pieces as pieces
+from tests.test_codec import CATALOG
 
-from deltarefit import _kernel, codec, manifest, safetensors_layout
+from deltarefit import _kernel, codec, composition, manifest, safetensors_layout
 from deltarefit.codec import Delta, open_payload
 from deltarefit.errors import FormatError, IntegrityError, RefitError
 from deltarefit.manifest import PayloadRef
+from deltarefit.notary import UNSIGNED, Notary
 from deltarefit.records import Record
 from deltarefit.safetensors_layout import (
     DirectoryLayout,
@@ -30,12 +34,11 @@ from deltarefit.safetensors_layout import (
     parse_header,
     split_files,
 )
+from deltarefit.signing import Kind, Secret, Signer
 from deltarefit.targets import agent_wire
 from deltarefit.targets.agent_client import AgentClient
+from deltarefit.trust import parse_trust
 from fuzz.feed import Feed
-from tests import test_codec, test_codec_damage, test_records
-from tests import test_codec_pieces as pieces
-from tests.test_codec import CATALOG
 
 Target = Callable[[bytes], None]
 MOST_STREAM_BYTES = 1 << 20
@@ -99,6 +102,60 @@ def edits(way: int, count: int) -> list[bytes]:
     """Inputs that edit each of some examples, in a few ways."""
     rng = np.random.default_rng(way)
     return [bytes([way, number]) + rng.bytes(40) for number in range(count) for _ in range(3)]
+
+
+# ------------------------------------------------------------------------------------------ signatures
+
+
+SIGNER = Signer(Kind.HMAC, "trainer", Secret(bytes(range(32))))
+TRUST = signed.trust_in(SIGNER)
+PLACE, RUN = "a/0000000007/intent", "ab" * 16
+GOOD = [Notary(signer=SIGNER).bytes_of(example, RUN, PLACE) for example in test_records.EXAMPLES]
+TRUST_BODY = {
+    "format": "deltarefit/1",
+    "keys": [
+        {"id": "a", "kind": "ed25519", "public": "5a" * 32, "roles": ["trainer"], "producers": [0], "tensors": [0, 9]},
+        {"id": "b", "kind": "hmac-sha256", "secret_file": "key", "first_attempt": 2, "revoked": True},
+    ],
+}
+
+
+class OneObject:
+    """All of a store that a reader of one record needs."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        return self._data if length is None else self._data[start : start + length]
+
+
+def signature(data: bytes) -> None:
+    """A damaged signed record is refused, whoever reads it; one that is read is the one that was signed."""
+    feed = Feed(data)
+    number = feed.below(len(GOOD))
+    bad = feed.damaged(GOOD[number]) if feed.below(3) else feed.rest()
+    kind, store = type(test_records.EXAMPLES[number]), OneObject(bad)
+    allowed(lambda: Notary().read(store, kind, PLACE, RUN))  # type: ignore[arg-type]
+    try:
+        Notary(trust=TRUST).read(store, kind, PLACE, RUN, CATALOG)  # type: ignore[arg-type]
+    except RefitError:
+        return
+    assert bad == GOOD[number] or kind in UNSIGNED, "a record was read that nobody signed"
+
+
+def trust(data: bytes) -> None:
+    """Any text in the place of a trust file."""
+    feed = Feed(data)
+    text = json.dumps(feed.edited(TRUST_BODY)) if feed.below(2) else feed.rest().decode("utf-8", "replace")
+    allowed(lambda: parse_trust(text, lambda name: Secret(bytes(32)), "fuzzed"))
+
+
+def signature_seeds() -> list[bytes]:
+    rng = np.random.default_rng(10)
+    return [bytes([number, 1]) + rng.bytes(20) for number in range(len(GOOD))] + [
+        bytes([number, 0]) + data for number, data in enumerate(GOOD)
+    ]
 
 
 # ------------------------------------------------------------------------------------------ payloads
@@ -347,6 +404,65 @@ def reply_seeds() -> list[bytes]:
     return [bytes([call, 1, number]) + rng.bytes(20) for call in range(len(CALLS)) for number in range(len(REPLIES))]
 
 
+# ------------------------------------------------------------------------------------------ composition
+
+
+def compose(data: bytes) -> None:
+    """Two changes of one tensor as one: the same as one after the other, and as the slow oracle says."""
+    feed = Feed(data)
+    width = 1 << feed.below(4)
+    most = (1 << 8 * width) - 1
+    base = [feed.integer() & most for _ in range(ELEMENTS)]
+    slow = [_changes(feed, most) for _ in range(2)]
+    first, second = (test_composition.fast(change, width) for change in slow)
+    live = np.array(base, f"<u{width}")
+    found = composition.compose(first, second, live)
+    assert test_composition.plain(found) == test_composition.slow_compose(slow[0], slow[1], base, 8 * width)
+    once, each = live.copy(), live.copy()
+    found.apply(once)
+    first.apply(each)
+    second.apply(each)
+    assert once.tobytes() == each.tobytes()
+
+
+def _changes(feed: Feed, most: int) -> dict[int, tuple[int, int]]:
+    found: dict[int, tuple[int, int]] = {}
+    for _ in range(feed.below(ELEMENTS)):
+        position, operation, value = feed.below(ELEMENTS), feed.below(3), feed.integer() & most
+        if value or operation == codec.SET:
+            found[position] = (operation, value)
+    return found
+
+
+def deltas_composed(data: bytes) -> None:
+    """Whatever a payload may hold, its deltas of one tensor are one change."""
+    feed = Feed(data)
+    good, ref = PAYLOADS[feed.below(len(PAYLOADS))]
+    bad = feed.damaged(good)
+    try:
+        deltas = open_payload(bad, test_codec_damage.named(bad, ref), CATALOG)
+    except IntegrityError:
+        return
+    for tensor in {delta.tensor for delta in deltas}:
+        mine = [delta for delta in deltas if delta.tensor == tensor]
+        change = composition.Change.of(mine)
+        once = np.full(CATALOG.tensors[tensor].numel, 0x5A, f"<u{CATALOG.tensors[tensor].width}")
+        each = once.copy()
+        change.apply(once)
+        for delta in mine:
+            made: Any = delta.record
+            _kernel.apply(made, delta.slices, each, delta.low)
+        assert once.tobytes() == each.tobytes()
+
+
+ELEMENTS = 8
+
+
+def compose_seeds() -> list[bytes]:
+    rng = np.random.default_rng(9)
+    return [rng.bytes(250) for _ in range(30)]
+
+
 def one_of(*parts: tuple[Target, Callable[[], list[bytes]]]) -> tuple[Target, Callable[[], list[bytes]]]:
     """One target of several, which the first byte chooses."""
 
@@ -360,9 +476,10 @@ def one_of(*parts: tuple[Target, Callable[[], list[bytes]]]) -> tuple[Target, Ca
 
 
 TARGETS: dict[str, tuple[Target, Callable[[], list[bytes]]]] = {
-    "record": (record, record_seeds),
+    "record": one_of((record, record_seeds), (signature, signature_seeds), (trust, layout_seeds)),
     "payload": one_of((payload, payload_seeds), (reference, payload_seeds)),
     "streams": (streams, payload_seeds),
+    "compose": one_of((compose, compose_seeds), (deltas_composed, payload_seeds)),
     "layout": one_of((header, header_seeds), (layout, layout_seeds)),
     "agent": one_of((frame, frame_seeds), (reply, reply_seeds)),
 }

@@ -22,7 +22,7 @@ from deltarefit.errors import (
 from deltarefit.manifest import Hint
 from deltarefit.protocol.messages import AnchorLoaded
 from deltarefit.records import Digest
-from deltarefit.retention import PINS, Doomed, Tombstone, tomb_key
+from deltarefit.retention import PINS, Doomed, Tombstone, tomb_key, version_of
 from deltarefit.runlog import RunLog, anchor_prefix
 from tests import helpers as h
 
@@ -287,6 +287,71 @@ def test_a_catch_up_is_pinned_from_its_anchor_on_until_the_head(chain: h.Chain) 
             assert list(chain.store.list(PINS)) == []
     assert seen["receiver LoadAnchor"] == [5]
     assert set(seen["payload fill"]) == set(seen["payload stage"]) == {5}
+    assert list(chain.store.list(PINS)) == []
+
+
+class Acting(ReadOnly):
+    """A store of which everything may be done; ``on_pin`` happens after each pin is put."""
+
+    def __init__(self, store: object, on_pin: Callable[[int], object]) -> None:
+        super().__init__(store)
+        self.pins = 0
+        self.on_pin = on_pin
+
+    def put(self, key: str, data: bytes) -> None:
+        self.store.put(key, data)  # type: ignore[attr-defined]
+        if key.startswith(PINS):
+            self.pins += 1
+            self.on_pin(self.pins)
+
+    def delete(self, key: str) -> None:  # type: ignore[override]
+        self.store.delete(key)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("condemned", "start"), [((5,), 3), ((5, 3), 1), ((5, 3, 1), 5)])
+def test_what_is_condemned_while_a_pin_is_put_is_left_alone(
+    chain: h.Chain, condemned: tuple[int, ...], start: int
+) -> None:
+    """The pruner may not have seen the pin; so whoever put it looks again. If all are condemned, the newest will do."""
+    log, heard = RunLog.open(chain.store), h.Heard()
+
+    def condemn(number: int) -> None:
+        if number <= len(condemned):
+            version = condemned[number - 1]
+            tomb = Tombstone(log.run, Doomed.ANCHOR, version, 1, 1, 6)
+            chain.store.create(tomb_key(Doomed.ANCHOR, version), tomb.to_bytes())
+
+    target = h.strict_target(chain.store)
+    assert h.followed(Acting(chain.store, condemn), target, emit=heard) == chain.head  # type: ignore[arg-type]
+    assert [event.version for event in heard.events if event.phase == "seed" and event.type == "phase"] == [start]
+    assert h.bits(target) == chain.history[chain.head]
+
+
+def test_a_pin_is_lowered_for_an_older_anchor(chain: h.Chain) -> None:
+    HARMS["payload corrupt"](chain, 5)
+    held: list[int] = []
+
+    def note(_: int) -> None:
+        ((key, _),) = chain.store.list(PINS)
+        held.append(version_of(chain.store.get(key)) or 0)
+
+    h.followed(Acting(chain.store, note), h.strict_target(chain.store))  # type: ignore[arg-type]
+    assert held == [5, 3]
+
+
+def test_a_pin_beats_while_there_is_progress(chain: h.Chain) -> None:
+    class Late(runtime.SystemRuntime):
+        clock = 0.0
+
+        def now(self) -> float:
+            self.clock += 1.0
+            return self.clock
+
+    beats: set[bytes] = set()
+    store = Acting(chain.store, lambda _: beats.update(chain.store.get(key) for key, _ in chain.store.list(PINS)))
+    with runtime.using(Late()):
+        h.followed(store, h.strict_target(chain.store))  # type: ignore[arg-type]
+    assert len(beats) == store.pins > 1
     assert list(chain.store.list(PINS)) == []
 
 

@@ -10,7 +10,7 @@ import pytest
 from fuzz.feed import Feed
 from fuzz.targets import KINDS, TARGETS
 
-from deltarefit import codec, manifest, records, safetensors_layout
+from deltarefit import codec, composition, manifest, records, safetensors_layout
 from deltarefit.errors import FormatError
 from deltarefit.targets import agent_client
 
@@ -82,6 +82,10 @@ def broken_reply(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(agent_client.AgentClient, "_read", lambda self, found, parse: parse(found))
 
 
+def broken_composition(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(composition, "_joined", lambda first, touched, second, base: (second.operations, second.values))
+
+
 @pytest.mark.parametrize(
     ("name", "broken"),
     [
@@ -90,6 +94,7 @@ def broken_reply(patch: pytest.MonkeyPatch) -> None:
         ("layout", broken_header),
         ("payload", broken_decompression),
         ("agent", broken_reply),
+        ("compose", broken_composition),
     ],
 )
 def test_a_broken_parser_is_noticed(name: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:

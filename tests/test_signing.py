@@ -285,6 +285,20 @@ def test_a_coordinator_may_end_a_list_and_announce_nothing() -> None:
             read(trust, place, Batch, seal(signer, place, bad))
 
 
+@dataclasses.dataclass(frozen=True)
+class Unheard(Record):
+    """A kind of record that a later version might have."""
+
+    run: str
+
+
+def test_what_nobody_is_known_to_sign_is_refused() -> None:
+    """A new kind of record needs a rule before anybody may sign it."""
+    signer, place = new_signer(), "a/0000000007/new"
+    with pytest.raises(SignatureError, match="may not sign this"):
+        read(trust_in(signer), place, Unheard, seal(signer, place, Unheard(RUN_ID)))
+
+
 def test_a_producer_keeps_to_its_numbers() -> None:
     signer = new_signer()
     trust = trust_in(trusted(signer, frozenset({Role.PRODUCER}), producers=frozenset({3, 5})))

@@ -27,6 +27,19 @@ def test_every_reachable_state_is_right_and_recovers(name: str) -> None:
     assert found.complete
 
 
+@pytest.mark.parametrize("name", s.RELEASE)
+def test_walks_in_depth_find_nothing_wrong(name: str) -> None:
+    found = s.explore(s.RELEASE[name], limit=2_000, seed=1)
+    assert found.bad is None, found
+    assert found.states >= 2_000
+
+
+def test_a_walk_in_depth_finds_what_is_wrong() -> None:
+    """The depth that a fault of the second attempt needs, at some seed or other."""
+    broken = replace(s.RELEASE["three, one crash"], union="changed", machine=NoProof)
+    assert "I3" in (s.explore(broken, limit=50_000, seed=1).bad or "")
+
+
 def test_a_trace_leads_to_what_is_wrong() -> None:
     """Breadth first: nothing shorter breaks a machine that generates on after ABORT."""
     found = s.explore(Fate((((STREAM, C),),), machine=ResumesAdrift))

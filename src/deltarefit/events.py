@@ -14,7 +14,7 @@ class Event:
     (type ``phase``) has ``seconds``. A publisher ends prepare, encode, hint and baseline (see ``Published``), and makes
     progress in encode, seed (rebuilding its baseline) and baseline. A receiver ends seed, stage, quiesce (until
     generation stands still), write, verify and resume, and makes progress in seed and stage. Other verbs make progress
-    in compare, verify, anchor and fetch.
+    in compare, verify, anchor, prune, compose and fetch.
     ``fields`` holds what else there is to know: integers, floats and strings only.
     """
 

@@ -45,12 +45,16 @@ class Notary:
     signer: Signer | None = None
     trust: Trust | None = None
 
-    def bytes_of(self, record: Record, run: str, place: str) -> bytes:
-        """What is stored at key ``place`` of ``run`` (empty for the record that names the run)."""
+    def bytes_of(self, record: Record, run: str, place: str, catalog: Catalog | None = None) -> bytes:
+        """What is stored at key ``place`` of ``run`` (empty for the record that names the run). ``SignatureError`` if
+        readers with the same trusted keys would refuse it: what stands in a create-once place stops them for good."""
         data = record.to_bytes()
-        if self.signer is None or isinstance(record, UNSIGNED):
+        if isinstance(record, UNSIGNED):
             return data
-        return data + self.signer.sign(run, place, data).to_line()
+        signature = self.signer.sign(run, place, data) if self.signer is not None else None
+        if self.trust is not None:
+            self.trust.allow(self.trust.verify(signature, run, place, data), record, place, catalog)
+        return data + (signature.to_line() if signature is not None else b"")
 
     def read(
         self, store: Store, kind: type[R], place: str, run: str = "", catalog: Catalog | None = None, get: Get = at_most

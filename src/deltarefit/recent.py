@@ -35,7 +35,7 @@ class RecentPayloads:
         self._store.create(key, data)
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        if start == 0 and (data := self._recent.get(key)) is not None and len(data) <= (length or len(data)):
+        if start == 0 and (data := self._recent.get(key)) is not None and (length is None or len(data) <= length):
             return data
         return self._store.get(key, start, length)
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import enum
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from deltarefit.errors import NotFoundError
 from deltarefit.records import Record
 
 PINS, MEMBERS, TOMBS = "pin/", "member/", "tomb/"
@@ -53,6 +55,19 @@ def pin_key(name: str, nonce: str) -> str:
 
 def tomb_key(what: Doomed, number: int) -> str:
     return f"{TOMBS}{'anchor/' if what is Doomed.ANCHOR else ''}{number:010d}"
+
+
+def is_condemned(key: str, size: Callable[[str], int]) -> bool:
+    """Whether the object at ``key`` belongs to an attempt or anchor that has a tombstone, by the store's ``size``."""
+    kind, _, rest = key.partition("/")
+    what = {"a": Doomed.ATTEMPT, "anchor": Doomed.ANCHOR}.get(kind)
+    number = rest.partition("/")[0]
+    if what is None or not number.isdecimal():
+        return False
+    try:
+        return size(tomb_key(what, int(number))) >= 0
+    except NotFoundError:
+        return False
 
 
 def version_of(data: bytes) -> int | None:

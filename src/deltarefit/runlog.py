@@ -37,7 +37,7 @@ from deltarefit.notary import Notary, at_most, check_signer, is_signed
 from deltarefit.ports import Store
 from deltarefit.protocol.attempts import Attempt, check_attempt
 from deltarefit.records import Digest, Record, split_signature
-from deltarefit.retention import Doomed, Tombstone, tomb_key
+from deltarefit.retention import Doomed, Tombstone, is_condemned, tomb_key
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class RunLog:
 
     def bytes_of(self, key: str, record: Record) -> bytes:
         """What is stored of a record at ``key``: signed, if this log signs."""
-        return self.notary.bytes_of(record, self.run, key)
+        return self.notary.bytes_of(record, self.run, key, self.catalog)
 
     def read(self, kind: type[R], key: str) -> R | None:
         """The record at ``key``, or None if there is none. With trusted keys ``SignatureError`` unless one of them
@@ -367,13 +367,13 @@ class RunLog:
 
 
 def _visible(store: Store, key: str, most: int) -> bytes:
-    """An object that must be there; waited for while it is not."""
+    """An object that must be there; waited for while it is not, unless it was pruned."""
     deadline = runtime.now() + LATE_VISIBILITY_S
     while True:
         try:
             return at_most(store, key, most)
         except NotFoundError:
-            if runtime.now() > deadline:
+            if runtime.now() > deadline or is_condemned(key, store.size):
                 raise
             runtime.sleep(0.2)
 

@@ -6,6 +6,7 @@ refits is known from two dense loads.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import time
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from deltarefit import Publisher, open_store
+from deltarefit import Publisher, open_store, runtime
 from deltarefit.manifest import State
 from deltarefit.sources.checkpoint import CheckpointSource
 from deltarefit.targets.agent_client import AgentClient
@@ -29,6 +30,8 @@ from tests.engines.refitted import Child
 from tests.engines.scene import LENGTH, Scene, until
 from tests.engines.servers import VllmServer, free_port
 from tests.engines.test_zoo_refit import PROMPTS, change, refit
+from tests.fleet import Died
+from tests.test_stream import Failing
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -94,6 +97,14 @@ class Place(Scene):
         assert self.replies() == self.turns.held["tokens"]
 
 
+@contextlib.contextmanager
+def streaming(store: str, checkpoint: Path) -> Iterator[Publisher]:
+    """A trainer of its own."""
+    source = CheckpointSource(checkpoint)
+    with contextlib.closing(Publisher(open_store(store), source, payload_bytes=PAYLOAD_BYTES, mode="stream")) as one:
+        yield one
+
+
 @pytest.fixture(scope="module")
 def child() -> Iterator[Child]:
     with Child() as one:
@@ -116,6 +127,27 @@ def place(child: Child, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pl
         patch.setenv("DELTAREFIT_RUN_DIR", str(root / "run"))
         with VllmServer(base, extension=WORKER) as server:
             yield Place(root, base, None, server, "--vllm", prompts, free_port(), turns=turns)  # type: ignore[arg-type]
+
+
+def test_a_stream_that_failed_is_overwritten_by_the_next(place: Place) -> None:
+    """The trainer dies while an engine is being written on arrival, then the follower does; what was written is
+    another version's, and the next version is the base's bits again. No anchor, no restart."""
+    place.find()
+    (incarnation, _), turns = place.header(), place.turns
+    with place.following() as following:
+        following.wait_for(rf'"version":{turns.head}\b')
+        other, same = turns.checkpoints[turns.head % 2], turns.checkpoints[(turns.head - 1) % 2]
+        with runtime.using(Failing(20)), contextlib.suppress(Died), streaming(place.store, other) as publisher:
+            publisher.publish()
+        place.await_state(State.DIRTY)
+        following.process.kill()
+        following.process.wait(30)
+    with place.following() as following, streaming(place.store, same) as publisher:
+        turns.head = publisher.publish().version
+        said = following.wait_for(rf'"version":{turns.head}\b')
+        assert "seed" not in json.loads(said)["seconds"]
+        until(lambda: place.header() == (incarnation, State.CLEAN.value))
+        place.check()
 
 
 def test_followers_killed_in_the_middle_of_a_write_are_succeeded(place: Place) -> None:

@@ -17,6 +17,7 @@ from deltarefit.cli.publishing import talking
 from deltarefit.cli.settings import baseline_directory
 from deltarefit.cli.verbs import Call, app, verb
 from deltarefit.errors import UsageError
+from deltarefit.events import Event
 from deltarefit.localfiles import disk_errors
 from deltarefit.ports import Target
 from deltarefit.pruning import GRACE_S, Pruned, prune
@@ -126,9 +127,14 @@ def prune_verb(
     Example: [bold]deltarefit prune s3://bucket/run7 --dry-run[/]
     """
     objects = call.remote.existing(store)
-    if grace and not dry_run:
-        call.out.detail(f"waits {words.seconds(grace)} before anything is deleted")
     with call.out.progress() as bars:
+        tell = talking(call.out, bars, "prune")
+
+        def emit(event: Event) -> None:
+            tell(event)
+            if event.phase == "grace" and event.seconds:
+                call.out.say(f"Waiting    {words.seconds(event.seconds)} for readers, before anything is deleted")
+
         done = prune(
             objects,
             keep_anchors=keep,
@@ -136,7 +142,7 @@ def prune_verb(
             dry_run=dry_run,
             deep=deep,
             trust=notary(trust, None).trust,
-            emit=talking(call.out, bars, "prune"),
+            emit=emit,
         )
     for line in _prune_summary(done, keep):
         call.out.say(line)

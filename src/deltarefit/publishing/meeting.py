@@ -29,8 +29,8 @@ _HEAD = struct.Struct("<64sQ")
 
 def meet(store: Store, source: Source, trainers: Trainers, notary: Notary = UNSIGNED) -> RunLog:
     """The run in ``store``, created if there is none, once rank 0 has judged what all ranks own. Raises ``UsageError``
-    for elements with two owners or none, and if only one of run and rank signs, ``BaseMismatch`` for ranks with different
-    catalogs or a run of another model.
+    for elements with two owners or none, and if only one of run and rank signs, ``BaseMismatch`` for ranks with
+    different catalogs or a run of another model.
     """
 
     def judge(hellos: list[bytes]) -> str:

@@ -35,9 +35,13 @@ class Machine:
         self.world, self.scenario, self.shelf, self.oracle, self.name = world, scenario, shelf, oracle, name
         self.weights = Weights(world, f"{name}.weights", disk, faults, oracle.judge)
         self._deaths = (CRASH, CRASH, POWER) if disk else (CRASH, CRASH, ENGINE)
+        if faults.flipped:
+            world.at(world.random.uniform(0.0, 30.0), self._age)
 
     def start(self) -> None:
         """A new process."""
+        weights = self.weights
+        weights.due = bool(weights.clean and weights.flipped)
         process = Process(self.world, self.name, self._main, self._ended)
         plan(process, self.scenario, self._deaths)
 
@@ -47,9 +51,17 @@ class Machine:
             weights.lose_power()
         elif how == ENGINE:
             weights.lose()
-        if weights.clean and not weights.tainted and self.world.chance(weights.faults.flipped):
-            weights.flip()
+        self._flip(weights.faults.flipped)
         self.world.at(random.uniform(0.1, 5.0), self.start)
+
+    def _age(self) -> None:
+        """Bits flip while an agent is at work, too."""
+        self._flip(self.weights.faults.flipped)
+        self.world.at(self.world.random.uniform(5.0, 30.0), self._age)
+
+    def _flip(self, probability: float) -> None:
+        if self.weights.clean and self.world.chance(probability):
+            self.weights.flip()
 
     def _main(self, process: Process) -> None:
         store, access = Client(self.shelf, process, self.name), Access(self.weights, process)
@@ -70,9 +82,9 @@ class Machine:
             self.world.note(self.name, f"says {event.type}: {event.text}"[:200])
         if event.type in ("skipped", "pruned"):
             weights.excused = True
-        elif event.type == "proven" and weights.tainted:
+        elif event.type == "proven" and weights.due:
             model = self.oracle.model_of(weights.clean)
-            weights.tainted = model is None or not same(weights.arrays, model)
+            weights.due = model is None or not same(weights.arrays, model)
 
 
 class Follower(Machine):
@@ -107,7 +119,7 @@ class Follower(Machine):
     def at_head(self) -> bool:
         """It serves the newest version."""
         weights = self.weights
-        return weights.clean == self.oracle.head and not weights.paused and not weights.tainted
+        return weights.clean == self.oracle.head and not weights.paused and not weights.due
 
 
 class Archivist(Machine):

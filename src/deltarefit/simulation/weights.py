@@ -33,8 +33,10 @@ class Weights:
     """What lives as long as the weights do. On a ``disk`` bytes count once they are flushed; a header, and what is in
     the spool, count at once. ``judge`` is asked after everything that happens to them.
 
-    ``tainted``: a bit was flipped; the next proof of all bits must find it. ``excused``: there is a reason to give
-    these bits up. ``loads`` counts anchors that were begun, ``starts`` the times that the memory was lost.
+    ``flipped`` are (tensor, element) with a bit that flipped under a CLEAN header, and whether anything was written there
+    since: until the next proof of all bits nobody can know of them, but nothing may be built on them. ``due``: a proof
+    comes next, which must find them. ``excused``: there is a reason to give these bits up. ``loads`` counts anchors
+    that were begun, ``starts`` the times that the memory was lost.
     """
 
     world: World
@@ -48,7 +50,8 @@ class Weights:
     header: Header | None = None
     kept: dict[str, bytes] = field(default_factory=dict)
     paused: bool = False
-    tainted: bool = False
+    flipped: dict[tuple[int, int], bool] = field(default_factory=dict)
+    due: bool = False
     excused: bool = False
     loads: int = 0
     starts: int = 1
@@ -57,7 +60,8 @@ class Weights:
         """The engine is gone, and another one is started."""
         self.world.note(self.name, "the weights are gone")
         self.catalog, self.arrays, self.durable, self.header, self.kept = None, [], [], None, {}
-        self.paused, self.tainted, self.excused = False, False, False
+        self.paused, self.due, self.excused = False, False, False
+        self.flipped.clear()
         self.starts += 1
 
     def lose_power(self) -> None:
@@ -78,12 +82,21 @@ class Weights:
 
     def flip(self) -> None:
         """One bit of CLEAN weights is another now."""
-        array = self.world.random.choice(self.arrays)
-        at = self.world.random.randrange(array.size)
-        array[at] ^= array.dtype.type(1 << self.world.random.randrange(8 * array.itemsize))
+        random = self.world.random
+        tensor = random.randrange(len(self.arrays))
+        array = self.arrays[tensor]
+        at = random.randrange(array.size)
+        array[at] ^= array.dtype.type(1 << random.randrange(8 * array.itemsize))
         self.flush()
-        self.tainted = True
-        self.world.note(self.name, "fault: a bit flips")
+        self.flipped[tensor, at] = False
+        self.world.note(self.name, f"fault: a bit flips in element {at} of tensor {tensor}")
+
+    def give_up(self) -> bool:
+        """Nothing is said of the bits any more; whether there was a reason for it."""
+        reason = self.excused or bool(self.flipped)
+        self.excused = self.due = False
+        self.flipped.clear()
+        return reason
 
     def flush(self) -> None:
         for live, durable in zip(self.arrays, self.durable, strict=True):
@@ -129,12 +142,12 @@ class Access:
         self._process.step(f"header {text}")
         weights, before = self._weights, self._weights.header
         weights.header = header
-        if weights.tainted and header.state is not State.UNKNOWN:
-            self._process.world.fail(f"{weights.name} has a flipped bit, which was not found {text}")
-        if header.state is State.UNKNOWN and before is not None and before.state is not State.UNKNOWN:
-            if not (weights.tainted or weights.excused):
-                self._process.world.fail(f"{weights.name} gave up {before.state.value} weights without need")
-            weights.tainted = weights.excused = False
+        if weights.due and header.state is not State.UNKNOWN:
+            self._process.world.fail(f"{weights.name} has a flipped bit, which was not found before {text}")
+        if header.state is State.UNKNOWN:
+            known = before is not None and before.state is not State.UNKNOWN
+            if not weights.give_up() and known:
+                self._process.world.fail(f"{weights.name} gave up weights without need")
         if header.state is State.CLEAN:
             weights.excused = False
         weights.judge(weights, f"at header {text}")
@@ -157,12 +170,16 @@ class Access:
     @contextmanager
     def window(self, tensor: int, start: int, stop: int) -> Iterator[tuple[Elements, int]]:
         self._process.alive()
-        if self._weights.catalog is None:
+        weights = self._weights
+        if weights.catalog is None:
             raise NotFoundError("the target is empty", next_step="Seed it first.")
-        array = self._weights.arrays[tensor][start:stop]
+        array = weights.arrays[tensor][start:stop]
         before = array.copy()
         yield array, 0
         if (changed := array != before).any():
+            for (number, at) in weights.flipped:
+                if number == tensor and start <= at < stop and changed[at - start]:
+                    weights.flipped[number, at] = True
             self._written(array, before, changed)
 
     def _written(self, array: Elements, before: Elements, changed: Elements) -> None:
