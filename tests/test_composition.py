@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltarefit import MemoryBaseline, _kernel
+from deltarefit import MemoryBaseline, _kernel, composition
 from deltarefit.anchoring import write_anchor
 from deltarefit.asof import AsOf
 from deltarefit.codec import ADD, SET, XOR, Delta, open_payload
@@ -18,6 +19,7 @@ from deltarefit.composition import Change, compose, compose_versions
 from deltarefit.errors import BaseMismatch, DigestMismatch, NotFoundError, UsageError
 from deltarefit.pieces import Piece
 from deltarefit.pruning import prune
+from deltarefit.records import Digest
 from deltarefit.runlog import RunLog, attempt_key, payload_prefix
 from deltarefit.weights import Weights
 from tests import helpers as h
@@ -296,6 +298,38 @@ def test_a_composite_that_does_not_lead_there_is_not_given_out(chain: h.Chain, m
         patch.setattr("deltarefit.composition.Change.apply", lambda self, array: None)
         with pytest.raises(DigestMismatch):
             compose_versions(log, 1, 4)
+
+
+def test_a_composite_is_proven_from_its_base_to_its_end(chain: h.Chain) -> None:
+    log = RunLog.open(chain.store)
+    made = compose_versions(log, 2, 4, threads=1)
+    commits = [log.version(3), log.version(4)]
+    last = commits[1].outcome
+    assert last is not None
+    elsewhere = replace(commits[1], outcome=replace(last, digest=Digest(1, 1)))
+    cases = [(3, commits, "start from its base"), (2, [commits[0], elsewhere], "lead to version 4")]
+    cases += [(2, commits[1:], "telescope")]
+    with ThreadPoolExecutor(1) as pool:
+        for base, parts, says in cases:
+            bits = MemoryBaseline()
+            h.followed(AsOf(log, base), bits)
+            with pytest.raises(DigestMismatch, match=says):
+                composition._prove(log, bits, parts, made.payloads, pool)
+
+
+def test_a_change_is_in_order_whatever_the_order_of_its_deltas() -> None:
+    """Pieces that interleave."""
+    old = np.arange(40, dtype="u2")
+    deltas = []
+    for offset in (1, 0):
+        piece = Piece(0, offset, 20, 1, 1, 2)
+        made = _kernel.encode(old[offset::2], old[offset::2] + np.uint16(1), piece.origin, 9, rows=piece.rows)
+        assert made is not None
+        deltas.append(Delta(0, made[0], tuple(data for _, data in made[1])))
+    change = Change.of(deltas)
+    assert change.positions.tolist() == list(range(40))
+    change.apply(old)
+    assert old.tolist() == list(range(1, 41))
 
 
 def test_a_part_that_is_lost_is_told(chain: h.Chain, monkeypatch: pytest.MonkeyPatch) -> None:

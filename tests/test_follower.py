@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from deltarefit.errors import IntegrityError, ProtocolError
-from deltarefit.manifest import Header, State
+from deltarefit.manifest import Header, Held, State
 from deltarefit.protocol import follower as f
 from deltarefit.protocol import messages as m
 from deltarefit.protocol.attempts import Attempt
@@ -287,9 +287,33 @@ def test_a_manifest_that_changes_while_staged_is_refused() -> None:
 
 
 def test_dirty_towards_an_uncommitted_version_is_refused() -> None:
-    redo = follower(phase=Phase.REDO, version=1, digest=x.digest(x.W[1]))
+    redo = follower(phase=Phase.REDO, version=2, digest=x.digest(x.W[2]))
     with pytest.raises(IntegrityError, match="not committed"):
-        redo.on(m.AttemptRead(x.LOG[2, SEALED]))
+        redo.on(m.AttemptRead(x.LOG[x.WRONG, COMMITTED]))
+
+
+def test_dirty_towards_what_is_not_visible_yet_waits() -> None:
+    """The header was written after intent and COMMIT were seen: a store that does not show them says nothing (F13)."""
+    redo = follower(phase=Phase.REDO, version=1, digest=x.digest(x.W[1]))
+    for seen in (m.Attempt(2), x.LOG[2, SEALED]):
+        assert redo.on(m.AttemptRead(seen)) == (redo, (m.AwaitAttempt(2),))
+
+
+def test_a_clean_receiver_that_refuses_proves_itself() -> None:
+    """Its own bits are wrong: an anchor. They are right: it refuses, and waits for the outcome."""
+    attempt = x.LOG[2, SEALED]
+    staging = follower(phase=Phase.STAGING, version=1, digest=x.digest(x.W[1]), attempt=attempt, refs=attempt.payloads)
+    wrong = tuple(m.Sums(Digest(9, 9), ref.post) for ref in attempt.payloads)
+    proving, actions = staging.on(m.Staged(wrong))
+    assert actions == (m.DropStage(), m.Prove())
+    assert proving.on(m.Proven(Digest(1, 2)))[0].phase is Phase.LOST
+    staged, actions = proving.on(m.Proven(x.digest(x.W[1])))
+    assert (staged.phase, actions) == (Phase.STAGED, (m.ReadAttempt(2),))
+    _, actions = staged.on(m.AttemptRead(attempt))
+    assert actions == (m.CastVote(attempt, Held.REFUSED), m.AwaitAttempt(2))
+    again, actions = staged.on(m.AttemptRead(x.LOG[2, COMMITTED]))
+    assert actions == (m.Stage(x.LOG[2, COMMITTED], attempt.payloads),)
+    assert again.on(m.Staged(wrong))[0].phase is Phase.LOST
 
 
 def test_an_anchor_of_other_bits_is_refused() -> None:

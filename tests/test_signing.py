@@ -34,9 +34,11 @@ from deltarefit.manifest import (
     Run,
     TensorEntry,
 )
-from deltarefit.notary import Notary
+from deltarefit.notary import Notary, is_signed
 from deltarefit.records import Digest, Record, split_signature
 from deltarefit.signing import Kind, Secret, Signature, Signer, message
+from deltarefit.stores import wrappers
+from deltarefit.stores.wrappers import Fault, Faulty
 from deltarefit.trust import Role, Trust, merged, parse_trust
 from tests import helpers as h
 from tests.signed import KINDS, new_signer, trust_in, trusted
@@ -324,6 +326,22 @@ def test_a_producer_keeps_to_its_tensors(tensors: Any, allowed: set[int]) -> Non
             else:
                 with pytest.raises(SignatureError, match="may not change these tensors"):
                     read(trust, place, ProducerManifest, seal(signer, place, record))
+
+
+def test_names_without_a_catalog_allow_nothing() -> None:
+    signer, place = new_signer(), "a/0000000007/p/3"
+    data, store = seal(signer, place, manifest(3)), h.new_store()
+    store.put(place, data)
+    with pytest.raises(SignatureError, match="may not change these tensors"):
+        Notary(trust=trust_in(trusted(signer, tensors="layer."))).read(store, ProducerManifest, place, RUN_ID)
+
+
+def test_a_look_at_a_damaged_record_is_repeated() -> None:
+    signed = seal(new_signer(), "run", Run(RUN_ID, SHA))
+    for data, expected in ((signed, True), (Run(RUN_ID, SHA).to_bytes(), False)):
+        store = h.new_store()
+        store.put("run", data)
+        assert is_signed(Faulty(store, [Fault(wrappers.Kind.TRUNCATE, "get")]), "run") is expected
 
 
 def test_the_first_bad_payload_of_many_is_found() -> None:

@@ -17,7 +17,8 @@ from deltarefit.protocol.attempts import Attempt
 from deltarefit.protocol.follower import Follower, Phase
 from tests import stream_explorer as s
 from tests.explorer import Mutant
-from tests.stream_explorer import BASE, STAGE, STREAM, A, B, C, Fate
+from tests.stream_explorer import A, B, C
+from tests.stream_log import BASE, STAGE, STREAM, Fate
 
 
 @pytest.mark.parametrize("name", s.EACH_CHANGE)

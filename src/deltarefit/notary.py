@@ -81,8 +81,15 @@ class Notary:
 
 
 def is_signed(store: Store, place: str) -> bool:
-    """Whether a small record carries a signature of anyone."""
-    return bool(split_signature(at_most(store, place, _SMALL[Run] + MAX_SIGNATURE_BYTES), place)[1])
+    """Whether a small record carries a signature of anyone; read a second time if it is damaged."""
+
+    def look() -> bool:
+        return bool(split_signature(at_most(store, place, _SMALL[Run] + MAX_SIGNATURE_BYTES), place)[1])
+
+    try:
+        return look()
+    except FormatError:
+        return look()
 
 
 def check_signer(notary: Notary, signed: bool, url: str) -> None:

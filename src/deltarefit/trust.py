@@ -159,7 +159,7 @@ def _has_role(key: TrustedKey, record: Record) -> bool:
 
 
 def _check_tensors(key: TrustedKey, payloads: tuple[PayloadRef, ...], place: str, catalog: Catalog | None) -> None:
-    if key.tensors is None or catalog is None:
+    if key.tensors is None:
         return
     for ref in payloads:
         if not _within(key.tensors, ref, catalog):
@@ -167,10 +167,10 @@ def _check_tensors(key: TrustedKey, payloads: tuple[PayloadRef, ...], place: str
             raise _refused(f"{place}: key {key.key} may not change these tensors", expected=key.tensors, found=found)
 
 
-def _within(tensors: tuple[int, int] | str, ref: PayloadRef, catalog: Catalog) -> bool:
+def _within(tensors: tuple[int, int] | str, ref: PayloadRef, catalog: Catalog | None) -> bool:
     """Names are sorted: where the first and the last begin with a prefix, all between them do."""
     if isinstance(tensors, str):
-        entries = catalog.tensors
+        entries = catalog.tensors if catalog is not None else ()
         return ref.last < len(entries) and all(entries[end].name.startswith(tensors) for end in (ref.first, ref.last))
     return tensors[0] <= ref.first and ref.last <= tensors[1]
 

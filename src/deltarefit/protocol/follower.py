@@ -223,15 +223,21 @@ class Follower:
         for a producer announces, and seals, before its baseline is proven (F4)."""
         if self._attempt().committed:
             return self._lost()
-        return replace(self, phase=phase, refs=(), refused=True), (DropStage(), ReadAttempt(self._attempt().number))
+        refused = replace(self, phase=phase, refs=(), refused=True)
+        if not self.target:  # all bits should be the version's: that is decided, or this might refuse for ever
+            return replace(refused, phase=Phase.PROVING), (DropStage(), Prove())
+        return refused, (DropStage(), ReadAttempt(self._attempt().number))
 
     def _not_staged(self, event: NotStaged) -> Step:
         return self._lost()
 
     def _outcome(self, event: AttemptRead) -> Step:
-        attempt = event.attempt
-        if attempt.number != self._attempt().number or attempt.manifests != self._attempt().manifests:
-            raise IntegrityError(f"attempt {self._attempt().number} changed its manifest while it was staged")
+        attempt, known = event.attempt, self._attempt()
+        seen = len(attempt.manifests)
+        if attempt.number != known.number or attempt.manifests != known.manifests[:seen]:
+            raise IntegrityError(f"attempt {known.number} changed its manifest while it was staged")
+        if attempt.outcome is None and seen < len(known.manifests):  # they were there (F13)
+            return self, (AwaitAttempt(attempt.number),)
         return replace(self, attempt=attempt)._decided(attempt)
 
     def _decided(self, attempt: Attempt) -> Step:
@@ -293,6 +299,8 @@ class Follower:
     def _redo(self, event: AttemptRead) -> Step:
         """DIRTY at start. In mode stage nothing is written before COMMIT, so the target must be committed."""
         attempt = event.attempt
+        if attempt.intent is None or not (attempt.outcome or attempt.streams):  # the header is younger than they (F13)
+            return self, (AwaitAttempt(attempt.number),)
         if not (attempt.committed or attempt.streams):
             raise IntegrityError(f"weights are being written to version {attempt.number}, which is not committed")
         if attempt.outcome and not attempt.committed:
@@ -330,6 +338,10 @@ class Follower:
 
     def _proven(self, event: Proven) -> Step:
         """What failed attempts left must be gone from everywhere, not only where this one has written."""
+        if self.refused:
+            if event.digest != self.digest:
+                return self._lost()
+            return replace(self, phase=Phase.STAGED), (ReadAttempt(self._attempt().number),)
         if event.digest != self._target_digest():
             return self._lost()
         return replace(self, proven=True)._go_on(self._attempt())

@@ -136,9 +136,8 @@ class Client:
             self._later(verb, key, effect)
             raise UnavailableError(f"{verb} {key}: no answer in time")
         result = effect()
-        process.alive()
-        self._travel()
-        if changes:
+        if changes:  # what is read is as old on arrival, whichever way took the time
+            self._travel()
             process.step(f"{verb} {key} done")
         if world.chance(self._faults.unanswered):
             raise UnavailableError(f"{verb} {key}: the answer was lost")

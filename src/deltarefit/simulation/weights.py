@@ -33,10 +33,10 @@ class Weights:
     """What lives as long as the weights do. On a ``disk`` bytes count once they are flushed; a header, and what is in
     the spool, count at once. ``judge`` is asked after everything that happens to them.
 
-    ``flipped`` are (tensor, element) with a bit that flipped under a CLEAN header, and whether anything was written there
-    since: until the next proof of all bits nobody can know of them, but nothing may be built on them. ``due``: a proof
-    comes next, which must find them. ``excused``: there is a reason to give these bits up. ``loads`` counts anchors
-    that were begun, ``starts`` the times that the memory was lost.
+    ``flipped`` are (tensor, element) with a bit that flipped under a CLEAN header, and whether anything was written
+    there since: until the next proof of all bits nobody can know of them, but nothing may be built on them. ``due``: a
+    proof comes next, which must find them. ``excused``: there is a reason to give these bits up. ``loads`` counts
+    anchors that were begun, ``starts`` the times that the memory was lost.
     """
 
     world: World
@@ -90,6 +90,12 @@ class Weights:
         self.flush()
         self.flipped[tensor, at] = False
         self.world.note(self.name, f"fault: a bit flips in element {at} of tensor {tensor}")
+
+    def wrote(self, tensor: int, start: int, changed: Elements) -> None:
+        """Elements from ``start`` on were written where ``changed``."""
+        for number, at in self.flipped:
+            if number == tensor and 0 <= at - start < changed.size and changed[at - start]:
+                self.flipped[number, at] = True
 
     def give_up(self) -> bool:
         """Nothing is said of the bits any more; whether there was a reason for it."""
@@ -177,9 +183,7 @@ class Access:
         before = array.copy()
         yield array, 0
         if (changed := array != before).any():
-            for (number, at) in weights.flipped:
-                if number == tensor and start <= at < stop and changed[at - start]:
-                    weights.flipped[number, at] = True
+            weights.wrote(tensor, start, changed)
             self._written(array, before, changed)
 
     def _written(self, array: Elements, before: Elements, changed: Elements) -> None:
