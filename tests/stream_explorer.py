@@ -98,7 +98,7 @@ class Explorer:
             if number:
                 read = [read_on(own, number, *self._piece(log, number))]
                 return tuple(self.id(new) for new in (*read, *(too_early(read[0]) if self.fate.late else ())))
-            return tuple(self.id(new) for new in step(own, self.fate.orders))
+            return tuple(self.id(new) for new in step(own, self.fate))
         except Broken as broken:
             return broken
 
@@ -191,7 +191,7 @@ class Explorer:
     # -------------------------------------------------------------------------------- all of them
 
     def start(self) -> World:
-        first = self.id(boot(Own(self.fate.make(), ()), self.fate.make))
+        first = self.id(boot(Own(self.fate.make(), (), may_load=self.fate.loads), self.fate.make))
         return self.logs.id((FIRST,)), (first,) * self.fate.receivers, (0, 0, 0, 0)
 
     def successors(self, world: World) -> Iterator[tuple[str, World]]:

@@ -44,7 +44,7 @@ class Fate:
     take the spool with it. ``late``: the last of a list may not be visible yet, even if it was before; these two may
     cost an anchor. ``flawed``: attempts in which producer 1 is wrong about the base (F4). ``orders``: positions of one
     write are written in any order. ``tight``: a list's end comes with its last payload. ``last``: the mode of the
-    attempt by which a run without faults ends.
+    attempt by which a run without faults ends. ``loads``: anchors may be loaded at any time.
 
     The last four are rules of the opener and of memory, to be broken: what it overwrites ("whole" union, only what
     "changed", or "none"), whether it ends lists, whether it takes only what is committed for the base, and whether
@@ -61,6 +61,7 @@ class Fate:
     forgets: bool = False
     late: bool = False
     flawed: tuple[int, ...] = ()
+    loads: bool = False
     orders: bool = True
     tight: bool = False
     last: Mode = STREAM

@@ -89,13 +89,13 @@ def lost(own: Own, fate: Fate) -> Own:
     return boot(gone, fate.make)
 
 
-def step(own: Own, orders: bool) -> list[Own]:
+def step(own: Own, fate: Fate) -> list[Own]:
     """What the next action, or one part of it, may lead to; not for those that read the log."""
     action, done = own.queue[0], own._replace(queue=own.queue[1:])
     if isinstance(action, m.WriteHeader):
         state = action.header.state
         voted = -abs(own.voted) if state is State.UNKNOWN else own.voted
-        may_load = own.may_load and state is not State.CLEAN
+        may_load = fate.loads or (own.may_load and state is not State.CLEAN)
         return [done._replace(header=action.header, voted=voted, may_load=may_load)]
     if isinstance(action, m.DropStage):
         return [done._replace(spool=())]
@@ -112,7 +112,7 @@ def step(own: Own, orders: bool) -> list[Own]:
     if isinstance(action, m.Classify):
         kept = {name for _, name, _ in own.spool}
         return [own.feed(m.Classified(live(own, action.refs), tuple(ref.sha256 in kept for ref in action.refs)))]
-    return parts(own, action, orders)
+    return parts(own, action, fate.orders)
 
 
 def cast(own: Own, action: m.CastVote) -> Own:

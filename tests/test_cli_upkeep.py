@@ -126,6 +126,10 @@ def test_advice_weighs_the_run(here: Here, spoiled: Desk) -> None:
     assert "joins" in text.out
     assert here("anchor", spoiled.store, "--advise", "--recovery-s", 1).code == 2
     assert here("anchor", spoiled.store, "--advise", "--joins-per-version", 0).code == 2
+    tight = advise(log, recovery_s=1.0, bandwidth=size * (1 + 1.5 * density))
+    assert (tight.interval, tight.capped, tight.recovery_now_s < 1) == (1, True, True)
+    roomy = advise(log, recovery_s=1.0, bandwidth=1000.0 * size)
+    assert (roomy.interval, roomy.capped) == (interval_of(density, 0.01), False)
     young = RunLog.open(h.publish_chain(np.random.default_rng(1), ()).store)
     with pytest.raises(NotFoundError):
         advise(young)

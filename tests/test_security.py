@@ -179,6 +179,33 @@ def test_a_forged_anchor_is_not_loaded(made: Scene, monkeypatch: pytest.MonkeyPa
     refused(store, made.trust, h.StrictTarget(made.run), monkeypatch, SignatureError)
 
 
+@pytest.mark.parametrize("who", ["anchor", "publisher", "verifier", "cache"])
+def test_all_who_read_a_run_read_it_with_trust(one: Scene, who: str) -> None:
+    """An anchor that a stranger signed is loaded by nobody, least of all into the baseline of a trainer."""
+    store, target = one.upto(3), MemoryBaseline()
+    resign(store, "anchor/0000000001/anchor", new_signer(name=one.signer.key), one.run)
+    spied = Spied(store)
+    log = RunLog.open(spied, Notary(trust=one.trust))
+    keys = {"sign": one.signer, "trust": one.trust}
+    work: dict[str, Callable[[], object]] = {
+        "anchor": lambda: write_anchor(spied, target, threads=1, **keys),  # type: ignore[arg-type]
+        "publisher": lambda: h.published(spied, one.chain.source, baseline=target, **keys),
+        "verifier": lambda: Verifier(log, threads=1).differences(bits_of_target(holding(one, 2)), 3),
+        "cache": lambda: log.over(store).anchor(1),
+    }
+    with pytest.raises(SignatureError, match="does not fit"):
+        work[who]()
+    assert spied.payloads == []
+    assert target.catalog is None
+
+
+def test_an_anchor_by_a_key_that_may_not_is_not_written(one: Scene) -> None:
+    store, (signer, trust) = one.upto(3), insider(one, {Role.PRODUCER})
+    with pytest.raises(SignatureError, match="may not sign this"):
+        write_anchor(store, MemoryBaseline(), threads=1, sign=signer, trust=trust)
+    assert RunLog.open(store).anchor(3) is None
+
+
 def test_signatures_are_ignored_without_trust_but_must_be_some(one: Scene) -> None:
     store, key = one.upto(3), A3 + "intent"
     resign(store, key, new_signer(), one.run)
@@ -686,3 +713,9 @@ def test_a_rank_whose_key_may_not_produce_commits_nothing(notices: int) -> None:
         assert isinstance(found[1 - notices], AttemptLostError)
         assert "key rank1 may not sign this" in str(found[1 - notices])
         assert trainer.publishers[0].log.head() is None
+
+
+def test_a_rank_without_a_key_takes_no_part(one: Scene) -> None:
+    model = h.random_model(np.random.default_rng(5), h.SMALL)
+    with pytest.raises(UsageError, match="is signed"):
+        KeyedTrainer(h.new_store(), model, [one.signer, None], [None, None], Mode.STAGE)

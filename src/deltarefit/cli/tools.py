@@ -256,6 +256,18 @@ def _demo_table(rows: Sequence[Any]) -> Table:
     return table
 
 
+@verb(_bench, "recovery", remote=False)
+def bench_recovery(call: Call, quick: options.Quick = False) -> None:
+    """Measure recovery: receivers and trainers stopped at several places, against a refit without a fault.
+
+    Also what digests and checks cost, and how long a dead receiver delays a commit. Keeps a model of 512 MiB in
+    memory three times. The last line of stdout is JSON.
+    """
+    result = _extra("deltarefit.bench.recovery").run(quick, call.out.say)
+    call.out.table(_extra("deltarefit.bench.recovery_report").table(result))
+    call.out.final(result)
+
+
 def _made(cache: Path | None) -> Path:
     directory = cache if cache is not None else cache_directory()
     with disk_errors(f"cannot use {directory}"):

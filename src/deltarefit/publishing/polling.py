@@ -43,8 +43,8 @@ class _Seen:
 class Roll:
     """The receivers of a run as one trainer sees them, publish after publish."""
 
-    def __init__(self, log: RunLog, silence_s: float = SILENCE_S) -> None:
-        self._log, self._silence_s = log, silence_s
+    def __init__(self, log: RunLog) -> None:
+        self._log = log
         self._seen: dict[str, _Seen] = {}
 
     def look(self) -> None:
@@ -70,7 +70,7 @@ class Roll:
     def living(self) -> dict[str, bool]:
         """Registered receivers, and whether they gave a sign of life lately."""
         now = runtime.now()
-        return {name: now - seen.at < self._silence_s for name, seen in self._seen.items()}
+        return {name: now - seen.at < SILENCE_S for name, seen in self._seen.items()}
 
     def clear(self, evicted: Sequence[str]) -> None:
         """Take the silent among ``evicted`` off the roll; one that comes back registers again."""

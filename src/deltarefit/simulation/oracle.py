@@ -12,6 +12,7 @@ from deltarefit.elements import Elements
 from deltarefit.manifest import Anchor, Decision, Intent, Outcome, PayloadRef, ProducerManifest, Run, State
 from deltarefit.publisher import Published
 from deltarefit.records import Digest
+from deltarefit.retention import Doomed, tomb_key
 from deltarefit.runlog import RUN, anchor_prefix, attempt_key, payload_prefix
 from deltarefit.simulation.model import CATALOG, Model, Owned, part_of
 from deltarefit.simulation.store import Shelf
@@ -102,6 +103,25 @@ class Oracle:
     def digest(self, model: Model) -> Digest:
         keys = catalog_keys(Run.from_bytes(self._object(RUN)).run, CATALOG)
         return sum((array_digest(array, 0, key) for array, key in zip(model, keys, strict=True)), Digest())
+
+    def removed(self, key: str) -> None:
+        """An object is gone (I14): it was condemned before, and nobody needs it who starts from an anchor."""
+        root, _, rest = key.partition("/")
+        number, _, name = rest.partition("/")
+        if root not in ("a", "anchor"):
+            return
+        what = Doomed.ATTEMPT if root == "a" else Doomed.ANCHOR
+        if tomb_key(what, int(number)) not in self._shelf.objects:
+            self.world.fail(f"{key} was deleted, and nobody was told before")
+        if name in ("intent", "outcome") or not any(self._usable(one) for one in self.versions if one >= int(number)):
+            self.world.fail(f"{key} was deleted, and there is no way around it")
+
+    def _usable(self, version: int) -> bool:
+        """Whether there is an anchor of a version, with all that it names."""
+        prefix, objects = anchor_prefix(version), self._shelf.objects
+        if (data := objects.get(prefix + "anchor")) is None:
+            return False
+        return all(f"{prefix}pl/{ref.sha256}" in objects for ref in Anchor.from_bytes(data).payloads)
 
     # ------------------------------------------------------------------------------------ answers
 

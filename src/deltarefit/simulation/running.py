@@ -54,7 +54,7 @@ class Play:
         self.world = world = World(f"{mode} {seed}", kept)
         self.scenario: Scenario = draw(world.random, mode)
         self.oracle = Oracle(world)
-        self.shelf = Shelf(world, self.scenario.store, self.oracle.landed)
+        self.shelf = Shelf(world, self.scenario.store, self.oracle.landed, self.oracle.removed)
         self.oracle.shelf = self.shelf
         shared = (world, self.scenario, self.shelf, self.oracle)
         self.trainers = [Trainer(*shared, number, train) for number, train in enumerate(self.scenario.trainers)]

@@ -85,7 +85,7 @@ def draw(random: Random, mode: str) -> Scenario:
         again=some(),
         hidden=some(),
         garbled=some(0.5),
-        short=some(),
+        short=some(2.0),
         slow=some(0.5),
         latency_s=10 ** random.uniform(-3, -1),
     )

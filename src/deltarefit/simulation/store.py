@@ -15,6 +15,7 @@ from deltarefit.simulation.world import Process, World
 
 T = TypeVar("T")
 Landed = Callable[[str, bytes], None]
+Removed = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,14 @@ class StoreFaults:
 
 @dataclass
 class Shelf:
-    """What the store really holds. ``landed`` is told of each object that appears; ``outages`` are ends of the times
+    """What the store really holds. ``landed`` is told of each object that appears, ``removed`` of each that goes;
+    ``outages`` are ends of the times
     for which nobody (key ``""``) or one client reaches it."""
 
     world: World
     faults: StoreFaults
     landed: Landed = lambda key, data: None
+    removed: Removed = lambda key: None
     objects: dict[str, bytes] = field(default_factory=dict)
     once: set[str] = field(default_factory=set)
     hidden: dict[str, float] = field(default_factory=dict)
@@ -67,6 +70,10 @@ class Shelf:
             self.hidden[key] = self.world.now + self.world.random.random() * self.faults.hidden_s
         self.objects[key] = data
         self.landed(key, data)
+
+    def delete(self, key: str) -> None:
+        if self.objects.pop(key, None) is not None:
+            self.removed(key)
 
     def find(self, key: str) -> bytes:
         """As a reader sees it now."""
@@ -116,10 +123,7 @@ class Client:
         return ((key, len(data)) for key, data in objects if key.startswith(below))
 
     def delete(self, key: str) -> None:
-        self._call("delete", key, lambda: self._delete(key), changes=True)
-
-    def _delete(self, key: str) -> None:
-        self._shelf.objects.pop(key, None)
+        self._call("delete", key, lambda: self._shelf.delete(key), changes=True)
 
     # ------------------------------------------------------------------------------------ the way there and back
 
