@@ -8,7 +8,6 @@ survives is what would survive in truth: store, target, header, spool; never an 
 from __future__ import annotations
 
 import contextlib
-import enum
 import threading
 import time
 from collections import Counter
@@ -20,95 +19,18 @@ import numpy as np
 
 from deltarefit import MemoryBaseline, Publisher, Receiver, runtime
 from deltarefit.anchoring import write_anchor
-from deltarefit.errors import RefitError, StorageFullError, UnavailableError
+from deltarefit.errors import RefitError, UnavailableError
 from deltarefit.manifest import State
 from deltarefit.ports import Store
 from deltarefit.runlog import RunLog
 from tests import helpers as h
 from tests import killing as k
+from tests.failing import HANGS, PLACES, Fault, Plan, Process
 
 T = TypeVar("T")
 DEADLINE_S = 30.0
 """Nothing here takes a second; a process that is to hang must do so within this."""
 SEED = 11
-
-
-class Fault(enum.Enum):
-    CRASH = "the process is dead"
-    ERROR = "UnavailableError"
-    FULL = "StorageFullError"
-    HANG = "it never returns"
-    WAKE = "it returns when everyone else is long done (trainers only: a receiver that hangs is killed)"
-
-
-HANGS = (Fault.HANG, Fault.WAKE)
-PLACES = {
-    Fault.FULL: ("payload", "baseline", "anchor", "receiver WriteHeader", "trainer Create", "trainer Encode"),
-    Fault.WAKE: ("payload put", "baseline", "anchor", "trainer"),
-}
-"""Beginnings of the points at which a fault can happen, where that is not everywhere: bytes go to a store or a disk,
-which may be full; or the process is the trainer's."""
-
-
-@dataclass
-class Plan:
-    """``fault`` at hit ``at`` of point ``name``; with ``at`` 0 nothing fails and hits are counted."""
-
-    name: str = ""
-    at: int = 0
-    fault: Fault = Fault.CRASH
-    hits: Counter[str] = field(default_factory=Counter)
-    struck: threading.Event = field(default_factory=threading.Event)
-    released: threading.Event = field(default_factory=threading.Event)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def hit(self, name: str) -> bool:
-        with self.lock:
-            self.hits[name] += 1
-            strikes = name == self.name and self.hits[name] == self.at
-        if strikes:
-            self.struck.set()
-        return strikes
-
-
-class Process(runtime.SystemRuntime):
-    """The runtime of one process, whose points fail as planned. Its clock jumps instead of waiting, or runs ``speed``
-    times as fast where processes wait for each other."""
-
-    def __init__(self, plan: Plan, speed: float = 0.0) -> None:
-        self._plan, self._speed = plan, speed
-        self._skipped = 0.0
-        self._dead = False
-        self.hung = threading.Event()
-
-    def now(self) -> float:
-        return time.monotonic() * (self._speed or 1.0) + self._skipped
-
-    def sleep(self, seconds: float) -> None:
-        if self._speed:
-            time.sleep(seconds / self._speed)
-        else:
-            self._skipped += seconds
-            time.sleep(0)
-
-    def point(self, name: str) -> None:
-        if self._dead:
-            raise k.Killed("dead already")
-        if self._plan.hit(name):
-            self._fail(f"planned at hit {self._plan.at} of {name}")
-
-    def _fail(self, what: str) -> None:
-        fault = self._plan.fault
-        if fault is Fault.ERROR:
-            raise UnavailableError(what)
-        if fault is Fault.FULL:
-            raise StorageFullError(what)
-        self._dead = fault is not Fault.WAKE
-        if fault in HANGS:
-            self.hung.set()
-            self._plan.released.wait()
-        if self._dead:
-            raise k.Killed(what)
 
 
 @dataclass
@@ -183,12 +105,16 @@ class World:
     def publish(self) -> None:
         def work(publisher: Publisher) -> None:
             if self.newer and self.plan.struck.is_set():
-                self.newer = False
-                other = h.random_model(np.random.default_rng(SEED), h.SMALL)
-                h.step(np.random.default_rng([SEED, 9]), self.source.model, "back", other)
+                self.step_on()
             self.said.append(self.made(publisher))
 
         self.process(self.publisher, work)
+
+    def step_on(self) -> None:
+        """The trainer has other weights than those that it was about to publish."""
+        self.newer = False
+        other = h.random_model(np.random.default_rng(SEED), h.SMALL)
+        h.step(np.random.default_rng([SEED, 9]), self.source.model, "back", other)
 
     def made(self, publisher: Publisher) -> int:
         """The version that a publish makes."""

@@ -14,7 +14,8 @@ from deltarefit import Publisher, Receiver
 from deltarefit.errors import AttemptLostError
 from deltarefit.manifest import State
 from tests import helpers as h
-from tests.failpoints import DEADLINE_S, PAYLOAD_BYTES, SEED, Process, World
+from tests.failing import Process
+from tests.failpoints import DEADLINE_S, PAYLOAD_BYTES, SEED, World
 
 SPEED = 25.0
 """Silence of 10 s is 0.4 s here."""

@@ -86,11 +86,14 @@ def test_no_thread_writes_on_after_a_listener_failed(monkeypatch: pytest.MonkeyP
     made, log, pieces = chain()
     begun: list[str] = []
     ended: list[str] = []
+    lock = threading.Lock()
 
     def get(key: str, *range_: Any) -> bytes:
         if "/pl/" in key:
-            begun.append(key)
-            assert len(begun) == 1 or leaving.wait(WAIT_S)
+            with lock:
+                begun.append(key)
+                first = len(begun) == 1
+            assert first or leaving.wait(WAIT_S)
             ended.append(key)
         return made.store.get(key, *range_)
 

@@ -27,9 +27,43 @@ from deltarefit.simulation.store import Client, Shelf, StoreFaults
 from deltarefit.simulation.weights import Access, WeightFaults, Weights
 from deltarefit.simulation.world import Killed, Process, World
 
-SEEDS = 300
+SEEDS = 150
+HAPPENS = (
+    "crash",
+    "power loss",
+    "engine died",
+    "fault: hangs until",
+    "goes on",
+    "fault: its clock jumps",
+    "fault: cannot be reached by anybody",
+    "fault: cannot be reached by receiver",
+    "arrived late",
+    "came too late",
+    "the answer was lost",
+    "the request was lost",
+    "fault: what was read is damaged",
+    "is stored short",
+    "fault: a write does not stick",
+    "fault: a bit flips",
+    "fault: a bit of the baseline flips",
+    "no room in the spool",
+    "says torn",
+    "says diverged",
+    "says refetch",
+    "header DIRTY",
+    "AttemptLostError",
+    "DigestMismatch",
+    "has been silent",
+    "baseline UNKNOWN",
+    "rival-1.0    publishes",
+    "trainer-3.1  publishes",
+    "pruned below",
+    "anchor seal",
+)
+"""What must be found in the traces of some seeds: each is a fault, or what the product does about one."""
 
 
+@pytest.mark.slow
 def test_all_seeds_hold() -> None:
     failed = [f"{run.command}: {run.failures}" for run in run_seeds(0, SEEDS, 1) if run.failures]
     assert not failed, "\n".join(failed)
@@ -42,6 +76,17 @@ def test_seeds_are_worth_playing() -> None:
     assert all(run.versions for run in runs if run.mode == HEALING)
     assert any(run.healed_s > 5 for run in runs)
     assert len({run.trace for run in runs}) == len(runs)
+
+
+def test_everything_happens() -> None:
+    missing = set(HAPPENS)
+    for seed in range(150):
+        for mode in MODES:
+            text = "\n".join(run_seed(seed, mode, None).tail)
+            missing -= {what for what in missing if what in text}
+        if not missing:
+            return
+    pytest.fail(f"never seen: {sorted(missing)}")
 
 
 # ------------------------------------------------------------------------------------------ replay
@@ -108,6 +153,14 @@ def test_simulate_refuses_an_unknown_mode(capsys: pytest.CaptureFixture[str]) ->
     assert "unlimited" in capsys.readouterr().err
 
 
+def test_simulate_without_greenlet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("deltarefit.simulation")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "greenlet", None)
+    assert main(["simulate"]) == 2
+    assert "deltarefit[simulate]" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------ the parts
 
 
@@ -149,6 +202,18 @@ def test_tokens_are_replayed() -> None:
 
     assert tokens("1") == tokens("1") != tokens("2")
     assert all(len(token) == 32 for token in tokens("1"))
+
+
+def test_deleting_what_is_needed_is_a_failure() -> None:
+    for key in ("a/0000000001/p/0", "anchor/0000000001/anchor", "a/0000000001/intent"):
+        world = World("0")
+        oracle = Oracle(world)
+        oracle.shelf = shelf = Shelf(world, StoreFaults(), removed=oracle.removed)
+        shelf.objects[key] = b""
+        shelf.delete("member/somebody")
+        assert not world.failures
+        shelf.delete(key)
+        assert "deleted" in world.failures[0]
 
 
 def test_one_create_wins_also_one_that_arrives_late() -> None:

@@ -189,7 +189,7 @@ def test_a_receiver_without_room_refuses(run: tuple[Store, h.ArraySource], monke
         vote = RunLog.open(store).read(Vote, vote_key(2, "r1"))
         assert vote is not None
         assert (vote.held, vote.reason[:20]) == (Held.REFUSED, "no room in the spool")
-        assert isinstance(one.failure, StorageFullError)
+        fleet.until(lambda: isinstance(one.failure, StorageFullError))
         one.failure = None
 
 

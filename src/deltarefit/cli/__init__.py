@@ -17,7 +17,9 @@ __all__ = ["app", "main"]
 
 _VERBS = (publishing, following, history, proofs, upkeep, keys, simulating, tools)
 """Importing them has registered their verbs."""
-_ORDER = "publish follow log show compare verify anchor prune keygen doctor simulate demo".split()
+_ORDER = (
+    "publish", "follow", "log", "show", "compare", "verify", "anchor", "prune", "keygen", "doctor", "simulate", "demo"
+)  # fmt: skip
 
 app.registered_commands.sort(key=lambda command: _ORDER.index(command.name or ""))  # as the help lists them
 

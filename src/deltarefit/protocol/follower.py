@@ -228,9 +228,6 @@ class Follower:
             return replace(refused, phase=Phase.PROVING), (DropStage(), Prove())
         return refused, (DropStage(), ReadAttempt(self._attempt().number))
 
-    def _not_staged(self, event: NotStaged) -> Step:
-        return self._lost()
-
     def _outcome(self, event: AttemptRead) -> Step:
         attempt, known = event.attempt, self._attempt()
         seen = len(attempt.manifests)
@@ -357,9 +354,6 @@ class Follower:
         after, actions = done._clean()
         return after, (WriteHeader(after._header(State.CLEAN)), DropStage(), Resume(), *actions)
 
-    def _values_lost(self, event: ValuesLost) -> Step:
-        return self._refuse(Phase.STREAMING)
-
     # ------------------------------------------------------------------------------------ parts
 
     def _is_base_of(self, attempt: Attempt) -> bool:
@@ -387,18 +381,18 @@ _HANDLERS: dict[tuple[Phase, type[Event]], Callable[[Follower, Any], Step]] = {
     (Phase.LOST, NoAnchor): Follower._no_anchor,
     (Phase.LOST, AnchorFound): Follower._seed,
     (Phase.SEEDING, AnchorLoaded): Follower._seeded,
-    (Phase.SEEDING, NotStaged): Follower._not_staged,
+    (Phase.SEEDING, NotStaged): lambda self, event: self._lost(),
     (Phase.CLEAN, AttemptRead): Follower._seen,
     (Phase.ADRIFT, AttemptRead): Follower._seen,
     (Phase.STAGING, Staged): Follower._staged,
-    (Phase.STAGING, NotStaged): Follower._not_staged,
+    (Phase.STAGING, NotStaged): lambda self, event: self._lost(),
     (Phase.STAGED, AttemptRead): Follower._outcome,
     (Phase.REDO, AttemptRead): Follower._redo,
     (Phase.CLASSIFYING, Classified): Follower._classified,
     (Phase.STREAMING, AttemptRead): Follower._streamed,
     (Phase.FILLING, Staged): Follower._filled,
-    (Phase.FILLING, NotStaged): Follower._not_staged,
+    (Phase.FILLING, NotStaged): lambda self, event: self._lost(),
     (Phase.WRITING, Written): Follower._written,
-    (Phase.WRITING, ValuesLost): Follower._values_lost,
+    (Phase.WRITING, ValuesLost): lambda self, event: self._refuse(Phase.STREAMING),
     (Phase.PROVING, Proven): Follower._proven,
 }

@@ -28,7 +28,7 @@ Machine = TypeVar("Machine", coordinator.Coordinator, producer.Producer)
 LOOK_S = 1.0
 """Between two looks at the register while something else is waited for."""
 POLL_S = 0.2
-"""Between two looks at the receivers' votes."""
+"""Longest time between two looks at the receivers' votes."""
 MAY_FAIL = (m.Encode, m.CreateManifest, m.ReadManifest, m.Gather, m.Poll, m.AwaitOutcome)
 """Actions whose errors close the attempt with ABORT; the error is raised afterwards."""
 
@@ -143,11 +143,13 @@ class Driver:
         held = Held.APPLIED if action.intent.mode is Mode.STREAM else Held.STAGED
         ballot = Ballot(self._log, self._roll, number, action.manifests, held)
         until = runtime.now() + self._trainers.deadline_s
+        pause = POLL_S / 10
         while (found := ballot.count(policy, expired=runtime.now() >= until)) is None:
             self._trainers.beat()
             if decided := self._decided(number):
                 return decided
-            runtime.sleep(POLL_S)
+            runtime.sleep(pause)
+            pause = min(1.5 * pause, POLL_S)
         if isinstance(found, TooFew):
             return m.EncodeFailed(found.reason)
         self._roll.clear(found.evicted)
