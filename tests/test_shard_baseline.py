@@ -82,8 +82,8 @@ def test_no_thread_writes_on_after_a_listener_failed(monkeypatch: pytest.MonkeyP
             leaving.set()
             super().shutdown(*how, **more)
 
-    monkeypatch.setattr(runtime, "executor", lambda threads, name: Pool(threads))
     made, log, pieces = chain()
+    monkeypatch.setattr(runtime, "executor", lambda threads, name: Pool(threads))
     begun: list[str] = []
     ended: list[str] = []
     lock = threading.Lock()
