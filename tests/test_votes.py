@@ -147,6 +147,16 @@ def test_a_silent_receiver_delays_one_commit_and_is_evicted(run: tuple[Store, h.
         assert outcome_of(store, h.published(store, source)).evicted == ()
 
 
+def test_who_stages_slowly_gives_signs_of_life(run: tuple[Store, h.ArraySource]) -> None:
+    """Each payload takes a while, and all of them longer than silence may last."""
+    store, source = run
+    slow = Faulty(store, [Fault(Kind.DELAY, "get", "a/0000000002/pl/*", last=None, seconds=0.3)])
+    with fleet.following(slow, 1):
+        for array in source.model.values():
+            array ^= array.dtype.type(1)
+        assert outcome_of(store, h.published(store, source, payload_bytes=300)).members == ("r1",)
+
+
 def test_one_publisher_remembers_who_is_silent(run: tuple[Store, h.ArraySource]) -> None:
     """A store that does not let the roll be cleared: what was silent before the attempt is not waited for again."""
     store, source = run

@@ -308,6 +308,7 @@ class Receiver:
             self._pin.hold(self.version)
 
     def _hear(self, event: Event) -> None:
+        self._beat()
         self._pin.hear(event)
         self._emit(event)
 

@@ -158,8 +158,11 @@ def run_seeds(
         return
     chunks = [jobs[at : at + CHUNK] for at in range(0, len(jobs), CHUNK)]
     with ProcessPoolExecutor(number, mp_context=get_context("spawn")) as pool:
-        for runs in pool.map(_run_jobs, chunks):
-            yield from runs
+        try:
+            for runs in pool.map(_run_jobs, chunks):
+                yield from runs
+        finally:  # whoever stops early does not wait for the rest
+            pool.shutdown(cancel_futures=True)
 
 
 def _run_jobs(jobs: Sequence[tuple[int, str, int | None]]) -> list[Run]:
