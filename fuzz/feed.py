@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from typing import Any
 
 NUMBERS = (0, 1, 2, 3, 7, 255, 256, 2**16, 2**31, 2**32 - 1, 2**48, 2**48 + 1, 2**63, 2**64 - 1, 2**64, -1)
@@ -84,3 +85,8 @@ class Feed:
             else:
                 out[at:at] = self.take(1 + self.below(8))
         return bytes(out)
+
+
+def sealed(line: bytes) -> bytes:
+    """A record of this line, whatever it says."""
+    return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"

@@ -67,13 +67,12 @@ def kinds(actions: tuple[m.Action, ...]) -> list[type[m.Action]]:
     return [type(action) for action in actions]
 
 
-LOST = [m.Pause, m.WriteHeader, m.DropStage, m.FindAnchor]
-
-
 def is_lost(step: tuple[Follower, tuple[m.Action, ...]]) -> bool:
-    """No version is claimed any more, users are stopped, and an anchor is looked for."""
+    """No version is claimed any more, not even by the header, users are stopped, and an anchor is looked for."""
     after, actions = step
-    return (after.phase, after.version, after.target, kinds(actions)) == (Phase.LOST, 0, 0, LOST)
+    unknown = Header(RUN, CATALOG, State.UNKNOWN, 0, 0, Digest(), 0, "i")
+    wanted = (m.Pause(), m.WriteHeader(unknown), m.DropStage(), m.FindAnchor())
+    return (after.phase, after.mixed, actions) == (Phase.LOST, False, wanted)
 
 
 # ------------------------------------------------------------------------------------------ what the log says
@@ -134,21 +133,44 @@ def test_a_commit_covers_what_streams_before_it_left() -> None:
 # ------------------------------------------------------------------------------------------ a receiver starts
 
 
-def test_an_unknown_header_leads_to_an_anchor() -> None:
-    assert is_lost(follower(Phase.BOOT).on(m.HeaderRead(header(State.UNKNOWN))))
+@pytest.mark.parametrize(
+    "found",
+    [
+        None,
+        header(State.UNKNOWN),
+        replace(header(State.CLEAN), run="cd" * 16),
+        replace(header(State.DIRTY), catalog=""),
+    ],
+    ids=["none", "unknown", "another run", "another model"],
+)
+def test_a_header_that_names_no_version_of_ours_leads_to_an_anchor(found: Header | None) -> None:
+    assert is_lost(follower(Phase.BOOT).on(m.HeaderRead(found)))
 
 
 @pytest.mark.parametrize(("target", "mixed"), [(2, False), (3, True)])
 def test_a_dirty_header_is_redone_in_a_pause(target: int, mixed: bool) -> None:
     """Attempts between version and target may have left something, too: nobody remembers, so all bits are proven."""
-    after, actions = follower(Phase.BOOT).on(m.HeaderRead(header(State.DIRTY, target=target)))
+    after, actions = Follower(RUN, CATALOG, "i").on(m.HeaderRead(header(State.DIRTY, target=target)))
     assert (after.phase, after.target, after.mixed) == (Phase.REDO, target, mixed)
+    assert (after.version, after.digest) == (1, digest(BASE))
     assert actions == (m.Pause(), m.ReadAttempt(target))
 
 
 def test_without_an_anchor_the_first_version_is_waited_for() -> None:
     lost = follower(Phase.LOST)
     assert lost.on(m.NoAnchor()) == (lost, (m.AwaitAttempt(1), m.FindAnchor()))
+
+
+def test_what_an_anchor_left_in_the_weights_is_read_back() -> None:
+    """Only the bits that are there make a receiver CLEAN: users see files, header and generation, in this order."""
+    lost = follower(Phase.LOST, version=0, digest=Digest())
+    seeding, actions = lost.on(m.AnchorFound(s.ANCHOR, s.ANCHOR.digest))
+    assert (seeding.phase, actions) == (Phase.SEEDING, (m.LoadAnchor(s.ANCHOR),))
+    clean, actions = seeding.on(m.AnchorLoaded(digest(BASE)))
+    wanted = (m.FinishSeed(), m.WriteHeader(header(State.CLEAN)), m.Resume(), m.ReadAttempt(2))
+    assert (clean.phase, clean.version, clean.anchor, actions) == (Phase.CLEAN, 1, None, wanted)
+    with pytest.raises(IntegrityError, match="seeded weights are wrong"):
+        seeding.on(m.AnchorLoaded(digest(NEW)))
 
 
 PRUNED = replace(whole(2, STAGE, COMMIT), manifests=())
@@ -192,6 +214,25 @@ def test_a_receiver_adrift_that_refuses_has_nothing_to_prove() -> None:
     refused, actions = staging.on(m.Staged(tuple(m.Sums(TORN, ref.post) for ref in refs)))
     assert (refused.phase, refused.refused) == (Phase.STAGED, True)
     assert actions == (m.DropStage(), m.ReadAttempt(3))
+
+
+def test_an_attempt_that_is_staged_before_it_is_decided_is_read_again() -> None:
+    """It may have been decided meanwhile; only then is it time to vote."""
+    sealed = whole(mode=STAGE)
+    staging, _ = follower(Phase.CLEAN).on(m.AttemptRead(sealed))
+    staged, actions = staging.on(fitting(sealed))
+    assert (staged.phase, actions) == (Phase.STAGED, (m.ReadAttempt(2),))
+    assert staged.on(m.AttemptRead(sealed))[1] == (m.CastVote(sealed, Held.STAGED), m.AwaitAttempt(2))
+
+
+def test_what_was_refused_is_staged_once_more_when_it_is_committed() -> None:
+    done = whole(mode=STAGE, end=COMMIT)
+    sealed = replace(done, outcome=None)
+    refused = follower(Phase.STAGED, attempt=sealed, refused=True)
+    staging, actions = refused.on(m.AttemptRead(done))
+    assert actions == (m.Stage(done, done.payloads),)
+    writing, actions = staging.on(fitting(done))
+    assert (writing.phase, kinds(actions)) == (Phase.WRITING, [m.Pause, m.WriteHeader, m.Write])
 
 
 @pytest.mark.parametrize("phase", [Phase.STAGING, Phase.FILLING, Phase.SEEDING])
@@ -247,6 +288,12 @@ def test_refusing_what_is_then_committed_means_that_ours_are_the_wrong_bits() ->
     assert is_lost(filling.on(m.Staged(tuple(m.Sums(TORN, ref.post) for ref in DONE.payloads))))
 
 
+def test_a_refusal_ends_with_its_attempt() -> None:
+    adrift, _ = dirty(Phase.STREAMING, refused=True).on(m.AttemptRead(FAILED))
+    after, actions = adrift.on(m.AttemptRead(read(3, listed=(1, 0))))
+    assert (after.phase, after.refused, kinds(actions)[-1]) == (Phase.FILLING, False, m.Stage)
+
+
 def test_after_each_write_more_is_looked_for() -> None:
     written = m.Written(tuple(ref.post for ref in PART.announced))
     reading, actions = dirty(Phase.WRITING, PART).on(written)
@@ -281,12 +328,13 @@ def test_a_vote_says_applied_once_all_is_written_and_adds_up() -> None:
 def test_out_of_aborted_streams_only_a_proof_of_all_bits_leads() -> None:
     """A publisher that forgot the union is found, not believed: before the vote, and before CLEAN."""
     mixed = dirty(Phase.STREAMING, written=names(OPEN), mixed=True)
-    for seen, vote in ((OPEN, m.CastVote), (DONE, m.WriteHeader)):
+    for seen, vote, phase in ((OPEN, m.CastVote, Phase.STREAMING), (DONE, m.WriteHeader, Phase.CLEAN)):
         proving, actions = mixed.on(m.AttemptRead(seen))
         assert (proving.phase, actions) == (Phase.PROVING, (m.Prove(),))
         assert is_lost(proving.on(m.Proven(digest(BASE))))
         proven, actions = proving.on(m.Proven(digest(NEW)))
         assert isinstance(actions[0], vote)
+        assert proven.phase is phase
     assert (proven.phase, proven.mixed, proven.proven) == (Phase.CLEAN, False, False)
 
 
@@ -314,6 +362,9 @@ def test_redo_compares_what_is_live_with_what_was_announced() -> None:
     for seen in (PART, DONE):
         after, actions = redo.on(m.AttemptRead(seen))
         assert (after.phase, actions) == (Phase.CLASSIFYING, (m.Classify(seen, seen.announced),))
+        posts = tuple(ref.post for ref in seen.announced)
+        _, actions = after.on(m.Classified(posts, (True,) * len(posts)))
+        assert actions == (m.Write(seen, seen.announced, (m.Op.SKIP,) * len(posts)),)
 
 
 def test_redo_of_an_aborted_stream_waits_for_the_next_attempt() -> None:

@@ -106,6 +106,19 @@ def test_what_failed_attempts_wrote_is_overwritten(run: Run, after: str, mode: s
     assert h.bits(late) == h.bytes_of(source.model)
 
 
+def test_who_waits_for_the_next_version_says_so(run: Run) -> None:
+    store, source, rng = run
+    with fleet.following(store, 1) as (one,):
+        h.step(rng, source.model, "many")
+        fail(store, source, 3)
+        fleet.until(one.dirty)
+        fail(store, source, 1)  # it closes the other, and announces nothing
+        fleet.until(lambda: one.heard["adrift"] > 0)
+        assert one.target.paused
+        version = streaming(store, source)
+        fleet.until(lambda: one.clean(version))
+
+
 def test_without_the_union_it_is_noticed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A publisher that forgets what failed attempts announced: the proof of all bits finds what is left of them, and an
     anchor is loaded."""

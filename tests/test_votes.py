@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from deltarefit import Publisher
 from deltarefit.attendance import Attendance, member_key, vote_key
+from deltarefit.baseline import MemorySpool
 from deltarefit.errors import AttemptLostError, StorageFullError, UsageError
 from deltarefit.manifest import Held, Member, Outcome, Vote
 from deltarefit.ports import Store
@@ -186,21 +187,47 @@ def test_nobody_is_asked_if_so_wished(run: tuple[Store, h.ArraySource]) -> None:
 
 
 def test_a_receiver_without_room_refuses(run: tuple[Store, h.ArraySource], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends, and is not waited for."""
+    """Alone it ends the attempt; it follows on, and once there is room it holds what comes."""
     store, source = run
+    room = MemorySpool.put
 
     def full(self: object, name: str, data: bytes) -> None:
         raise StorageFullError("no room in the spool")
 
     with fleet.following(store, 1) as (one,):
         source.model["a.weight"][0, 0] ^= 1
-        monkeypatch.setattr("deltarefit.baseline.MemorySpool.put", full)
-        assert outcome_of(store, h.published(store, source)).members == ()
+        monkeypatch.setattr(MemorySpool, "put", full)
+        with pytest.raises(AttemptLostError, match="all receivers refuse it: r1"):
+            h.published(store, source)
         vote = RunLog.open(store).read(Vote, vote_key(2, "r1"))
         assert vote is not None
         assert (vote.held, vote.reason[:20]) == (Held.REFUSED, "no room in the spool")
-        fleet.until(lambda: isinstance(one.failure, StorageFullError))
-        one.failure = None
+        monkeypatch.setattr(MemorySpool, "put", room)
+        version = h.published(store, source)
+        fleet.until(lambda: one.clean(version))
+        assert h.bits(one.target) == h.bytes_of(source.model)
+
+
+@pytest.mark.parametrize("mode", ["stage", "stream"])
+def test_a_damaged_payload_ends_the_attempt_and_nothing_else(run: tuple[Store, h.ArraySource], mode: str) -> None:
+    """Every receiver finds it, and refuses; none ends, and none loads an anchor."""
+    store, source = run
+    with fleet.following(store, 1, 2) as followers:
+        source.model["a.weight"][0, 0] ^= 1
+        with pytest.raises(AttemptLostError, match="all receivers refuse it: r1, r2"):
+            h.published(_Damaging(store, []), source, mode=mode)
+        version = h.published(store, source, mode=mode)
+        for one in followers:
+            fleet.until(lambda one=one: one.clean(version))  # type: ignore[misc]
+            assert h.bits(one.target) == h.bytes_of(source.model)
+            assert one.target.seeds == 1
+
+
+class _Damaging(Faulty):
+    """One bit of each payload is another once it is stored."""
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        super().put(key, bytes([data[0] ^ 1, *data[1:]]) if "/pl/" in key else data)
 
 
 def test_a_receiver_that_may_not_write_follows_all_the_same(run: tuple[Store, h.ArraySource]) -> None:

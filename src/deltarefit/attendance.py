@@ -31,7 +31,7 @@ class Attendance:
     the run: two with one name count as one."""
 
     def __init__(self, log: RunLog, name: str, emit: Emit) -> None:
-        if not RECEIVER.fullmatch(name):
+        if not isinstance(name, str) or not RECEIVER.fullmatch(name):
             raise UsageError("bad name of a receiver", expected="up to 64 of A-Z a-z 0-9 _ -", found=repr(name)[:80])
         self.name, self._log, self._emit = name, log, emit
         self._incarnation = runtime.token()[:16]

@@ -85,11 +85,12 @@ class Receiver:
         self._pause_timings: dict[str, float] = {}
         self._paused_at = 0.0
         self._diverged = 0
+        self._refusal = ""
 
     @property
     def version(self) -> int:
-        """The version that the target holds (0: none)."""
-        return self._machine.version
+        """The version that the target holds (0: none, or it is being written)."""
+        return 0 if self._machine.target else self._machine.version
 
     def follow(self, *, once: bool = False, stop: Callable[[], bool] = lambda: False) -> int:
         """Follow the log until ``stop()``, or with ``once`` until the head is reached; the version then held.
@@ -109,11 +110,12 @@ class Receiver:
                     break
                 if (event := self._do(action)) is not None:
                     self._feed(event)
-        except BaseException:
+        except BaseException as error:
             self.restart()
+            if not (isinstance(error, RefitError) and error.retryable):  # else it comes back
+                self._leave()
             raise
-        finally:
-            self._leave()
+        self._leave()
         if once and self._machine.target:
             what = f"attempt {self._machine.target} is partly written, and undecided or without a successor"
             raise UnavailableError(what, next_step="Publish again; then run this again.")
@@ -179,6 +181,9 @@ class Receiver:
             self._refuse_twice(before)
             text = "live bits are of no known version: starting from an anchor"
             self._say("diverged", version=before.version, text=text)
+        if after.phase is Phase.ADRIFT and before.phase is not Phase.ADRIFT:
+            text = f"attempt {after.target} failed after some of it was written: paused until the next version"
+            self._say("adrift", version=after.target, text=text)
         self._machine = after
         self._queue.extend(actions)
         if after.phase is not Phase.LOST and any(isinstance(action, m.AwaitAttempt) for action in actions):
@@ -197,7 +202,7 @@ class Receiver:
 
     def _beat(self) -> None:
         if self._attends:
-            self._attendance.beat(self.version)
+            self._attendance.beat(self._machine.version)
 
     def _say(self, type_: str, phase: str = "", version: int = 0, **rest: object) -> None:
         self._emit(Event(type_, phase, version, **rest))  # type: ignore[arg-type]
@@ -290,12 +295,14 @@ class Receiver:
         try:
             stage = partial(self._staging.stage, action.attempt, action.refs)
             return m.Staged(self._timed("stage", action.attempt.number, stage))
-        except StorageFullError as error:
-            self._refuse(action.attempt, error)
-            raise
-        except (IntegrityError, NotFoundError) as error:
-            self._refuse(action.attempt, error)
-            anchor = self._search.past(self.version)
+        except (IntegrityError, NotFoundError, StorageFullError) as error:
+            if action.attempt.outcome is None:  # nobody need wait for us, and it may never be committed
+                self._refusal = str(error)
+                self._say("refused", version=action.attempt.number, text=self._refusal)
+                return m.NotStaged()
+            if isinstance(error, StorageFullError):
+                raise
+            anchor = self._search.past(self._machine.version)
             if anchor is None:
                 raise
             self._say("skipped", version=action.attempt.number, text=f"{error} Going on from anchor {anchor.version}.")
@@ -305,7 +312,7 @@ class Receiver:
         """A receiver that lags keeps the chain before it. One that is only a version behind is done before any grace
         is over, and stays out of the store's way."""
         if attempt.committed and self.log.hint().head > attempt.number:
-            self._pin.hold(self.version)
+            self._pin.hold(self._machine.version)
 
     def _hear(self, event: Event) -> None:
         self._beat()
@@ -314,12 +321,8 @@ class Receiver:
 
     def _do_CastVote(self, action: m.CastVote) -> None:  # noqa: N802
         if self._attends:
-            self._attendance.vote(action.attempt, action.held)
-
-    def _refuse(self, attempt: Attempt, error: RefitError) -> None:
-        """Nobody need wait for a vote that will not come."""
-        if self._attends and attempt.outcome is None:
-            self._attendance.vote(attempt, Held.REFUSED, str(error))
+            refused = action.held is Held.REFUSED
+            self._attendance.vote(action.attempt, action.held, self._refusal if refused else "")
 
     def _do_Classify(self, action: m.Classify) -> m.Event:  # noqa: N802
         live = self._staging.live(action.attempt, action.refs)

@@ -152,5 +152,5 @@ def held(target: EngineTarget) -> int:
     """The version that an engine holds; 0 if none, or if it is gone."""
     with contextlib.suppress(UnavailableError):
         header = target.read_header()
-        return header.version if header else 0
+        return header.version if header and header.state is State.CLEAN else 0
     return 0

@@ -204,7 +204,7 @@ def _both(first: Emit, second: Emit) -> Emit:
 def _held(target: CheckpointTarget) -> int:
     """After an error the receiver has forgotten its state; the header has not."""
     header = target.read_header()
-    return header.version if header else 0
+    return header.version if header and header.state is State.CLEAN else 0
 
 
 class Report:

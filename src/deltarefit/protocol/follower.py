@@ -221,12 +221,16 @@ class Follower:
     def _refuse(self, phase: Phase) -> Step:
         """What is committed fits the bits of its base: ours are not those. Before that nobody knows whose fault it is,
         for a producer announces, and seals, before its baseline is proven (F4)."""
+        if self._attempt().committed or self.target:
+            return self._decline(phase)
+        # all bits should be the version's: that is decided, or this might refuse for ever
+        return replace(self, phase=Phase.PROVING, refs=(), refused=True), (DropStage(), Prove())
+
+    def _decline(self, phase: Phase) -> Step:
+        """Take no part in an attempt, and wait for its outcome; what is committed must be had."""
         if self._attempt().committed:
             return self._lost()
-        refused = replace(self, phase=phase, refs=(), refused=True)
-        if not self.target:  # all bits should be the version's: that is decided, or this might refuse for ever
-            return replace(refused, phase=Phase.PROVING), (DropStage(), Prove())
-        return refused, (DropStage(), ReadAttempt(self._attempt().number))
+        return replace(self, phase=phase, refs=(), refused=True), (DropStage(), ReadAttempt(self._attempt().number))
 
     def _outcome(self, event: AttemptRead) -> Step:
         attempt, known = event.attempt, self._attempt()
@@ -242,8 +246,7 @@ class Follower:
             held = Held.REFUSED if self.refused else Held.STAGED
             return self, (CastVote(attempt, held), AwaitAttempt(attempt.number))
         if not attempt.committed:
-            after, actions = self._pass(attempt)
-            return after, (DropStage(), *actions)
+            return self._pass(attempt)
         if self.refused:
             return self._stage(attempt)
         dirty, actions = self._dirty(attempt)
@@ -253,7 +256,7 @@ class Follower:
     def _pass(self, attempt: Attempt) -> Step:
         """On to the next attempt; what this one may have written stays in the bits, and in the header."""
         phase = Phase.ADRIFT if self.target else Phase.CLEAN
-        return self._idle(phase), (ReadAttempt(attempt.number + 1),)
+        return self._idle(phase), (DropStage(), ReadAttempt(attempt.number + 1))
 
     # ------------------------------------------------------------------------------------ dirty
 
@@ -261,8 +264,7 @@ class Follower:
         """DIRTY, and nothing is half written: what is next?"""
         now = replace(self, phase=Phase.STREAMING, attempt=attempt, refs=())
         if attempt.outcome and not attempt.committed:
-            after, actions = now._pass(attempt)
-            return after, (DropStage(), *actions)
+            return now._pass(attempt)
         announced = attempt.announced
         if not self.written <= {ref.sha256 for ref in announced}:  # read before it is all visible again (F13), or twins
             return now._lost() if attempt.committed else (now, (AwaitAttempt(attempt.number),))
@@ -301,8 +303,7 @@ class Follower:
         if not (attempt.committed or attempt.streams):
             raise IntegrityError(f"weights are being written to version {attempt.number}, which is not committed")
         if attempt.outcome and not attempt.committed:
-            after, actions = self._pass(attempt)
-            return after, (DropStage(), *actions)
+            return self._pass(attempt)
         if not self._is_base_of(attempt):
             return self._lost()
         refs = attempt.announced
@@ -385,13 +386,13 @@ _HANDLERS: dict[tuple[Phase, type[Event]], Callable[[Follower, Any], Step]] = {
     (Phase.CLEAN, AttemptRead): Follower._seen,
     (Phase.ADRIFT, AttemptRead): Follower._seen,
     (Phase.STAGING, Staged): Follower._staged,
-    (Phase.STAGING, NotStaged): lambda self, event: self._lost(),
+    (Phase.STAGING, NotStaged): lambda self, event: self._decline(Phase.STAGED),
     (Phase.STAGED, AttemptRead): Follower._outcome,
     (Phase.REDO, AttemptRead): Follower._redo,
     (Phase.CLASSIFYING, Classified): Follower._classified,
     (Phase.STREAMING, AttemptRead): Follower._streamed,
     (Phase.FILLING, Staged): Follower._filled,
-    (Phase.FILLING, NotStaged): lambda self, event: self._lost(),
+    (Phase.FILLING, NotStaged): lambda self, event: self._decline(Phase.STREAMING),
     (Phase.WRITING, Written): Follower._written,
     (Phase.WRITING, ValuesLost): lambda self, event: self._refuse(Phase.STREAMING),
     (Phase.PROVING, Proven): Follower._proven,

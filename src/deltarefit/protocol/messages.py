@@ -62,7 +62,8 @@ class WriteHeader:
 @dataclass(frozen=True)
 class Stage:
     """Fetch, check and keep payloads ``refs``, sum the live bits at their positions before and after; answer
-    ``Staged``, or ``NotStaged`` if one is lost or damaged for good and an anchor beyond this version exists."""
+    ``Staged``, or ``NotStaged`` if that cannot be done and an anchor beyond this version exists, or nothing is
+    committed."""
 
     attempt: Attempt
     refs: tuple[PayloadRef, ...]
@@ -256,7 +257,8 @@ class Staged:
 
 @dataclass(frozen=True)
 class NotStaged:
-    """A payload is lost or damaged for good; an anchor leads past it."""
+    """A payload is lost or damaged for good, or there is no room for it: an anchor leads past it, or the attempt is not
+    committed."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ def policy_of(votes: str | int, min_receivers: int) -> Policy | None:
     """What ``Publisher`` was asked for; None: nobody is asked. ``UsageError`` for what is no policy."""
     if isinstance(votes, bool) or not (votes in ("all", "none") or (isinstance(votes, int) and votes > 0)):
         raise UsageError("votes", expected="'all', 'none' or a number above 0", found=repr(votes)[:80])
-    if min_receivers < 0 or (votes == "none" and min_receivers):
+    counts = isinstance(min_receivers, int) and not isinstance(min_receivers, bool) and min_receivers >= 0
+    if not counts or (votes == "none" and min_receivers):
         raise UsageError("min_receivers", expected="a number from 0, with votes", found=min_receivers)
     if votes == "none":
         return None
