@@ -14,7 +14,7 @@ MACHINES := $(addprefix tests/test_,follower.py coordinator.py producer.py votes
 UNITS := not (every_reachable or every_mutant or every_order or more_crashes or unbroken or exploration or never_committed)
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo demo-quick test test-engines coverage lint format types check bench fuzz soak clean
+.PHONY: demo demo-quick test test-engines coverage lint format types check bench fuzz simulate soak clean
 
 demo: $(VENV)/.demo
 	$(BIN)/deltarefit demo --cache $(CACHE)
@@ -40,6 +40,10 @@ bench: $(VENV)/.demo
 
 fuzz: $(VENV)/.fuzz
 	fuzz/all.sh $(or $(SECONDS),60) $(BIN)/python
+
+# Each seed plays two runs: faults without end, and faults that heal.
+simulate: $(VENV)/.test
+	$(BIN)/deltarefit simulate --seeds $(or $(SEEDS),10000) --no-progress
 
 # The release run: about HOURS on two cores.
 soak: $(VENV)/.fuzz

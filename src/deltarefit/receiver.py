@@ -116,6 +116,8 @@ class Receiver:
                 self._leave()
             raise
         self._leave()
+        if not once and (target := self._machine.target):
+            self._say("adrift", version=target, text=f"stopped while attempt {target} is partly written: follow again")
         if once and self._machine.target:
             what = f"attempt {self._machine.target} is partly written, and undecided or without a successor"
             raise UnavailableError(what, next_step="Publish again; then run this again.")

@@ -336,7 +336,7 @@ class Follower:
 
     def _proven(self, event: Proven) -> Step:
         """What failed attempts left must be gone from everywhere, not only where this one has written."""
-        if self.refused:
+        if not self.target:  # asked by ``_refuse``
             if event.digest != self.digest:
                 return self._lost()
             return replace(self, phase=Phase.STAGED), (ReadAttempt(self._attempt().number),)
