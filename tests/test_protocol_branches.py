@@ -19,11 +19,12 @@ from deltarefit.protocol.coordinator import Phase as Opener
 from deltarefit.protocol.follower import Follower, Phase
 from deltarefit.records import Digest
 from tests import stream_log as s
+from tests import test_coordinator as coordinator
 from tests.explorer import CATALOG, RUN, digest
 from tests.stream_log import ABORT, BASE, COMMIT, OTHER, OWN, STAGE, STREAM, Entry
 
 NEW, TORN = (1, 2, 3), Digest(7, 7)
-BOTH, NONE = (True, True), (False, False)
+BOTH = (True, True)
 
 
 def read(number: int = 2, mode: Mode = STREAM, held: s.Bits = BASE, **fields: Any) -> Attempt:
@@ -128,6 +129,24 @@ def test_a_commit_covers_what_streams_before_it_left() -> None:
     for seen in (FAILED, whole(3, end=COMMIT), Attempt(4)):
         machine, actions = machine.on(m.AttemptRead(seen))
     assert (machine.loose, kinds(actions)) == ((), [m.CreateIntent])
+
+
+def test_receivers_are_asked_before_a_commit_but_not_for_a_first_version() -> None:
+    machine = coordinator.sealed()
+    gathered = coordinator.gathered(coordinator.intent_of("me", 2, 1))
+    polling, (poll,) = replace(machine, polls=True).on(gathered)
+    assert (polling.phase, type(poll)) == (Opener.POLLING, m.Poll)
+    assert polling.on(m.AttemptRead(coordinator.attempt(2, "me", 1, "sealed"))) == (polling, (poll,))
+    committing, (create,) = polling.on(m.Polled(("a",), ("b",)))
+    assert isinstance(create, m.CreateOutcome)
+    assert (create.outcome.members, create.outcome.evicted) == (("a",), ("b",))
+    assert committing.phase is Opener.COMMITTING
+    failed = coordinator.walk(polling, m.EncodeFailed("too few"), m.Created())[0]
+    assert (failed.phase, failed.reason) == (Opener.FAILED, "too few")
+    first, _ = coordinator.walk(Coordinator(RUN, "me", polls=True), m.AttemptRead(Attempt(1)), m.Created())
+    intent = coordinator.intent_of("me", 1, 0)
+    _, actions = coordinator.walk(first, coordinator.encoded(intent), m.Created(), coordinator.gathered(intent))
+    assert kinds(actions) == [m.CreateOutcome]
 
 
 # ------------------------------------------------------------------------------------------ a receiver starts
@@ -236,8 +255,16 @@ def test_what_was_refused_is_staged_once_more_when_it_is_committed() -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.STAGING, Phase.FILLING, Phase.SEEDING])
-def test_a_payload_that_is_lost_for_good_leads_to_an_anchor(phase: Phase) -> None:
-    assert is_lost(dirty(phase).on(m.NotStaged()))
+def test_a_version_that_cannot_be_had_leads_to_an_anchor(phase: Phase) -> None:
+    assert is_lost(dirty(phase, DONE).on(m.NotStaged()))
+
+
+@pytest.mark.parametrize(("phase", "then"), [(Phase.STAGING, Phase.STAGED), (Phase.FILLING, Phase.STREAMING)])
+def test_what_cannot_be_had_of_an_open_attempt_is_refused(phase: Phase, then: Phase) -> None:
+    """It may never be a version, and what is lost or has no room now may be there once it is."""
+    refused, actions = dirty(phase).on(m.NotStaged())
+    assert (refused.phase, refused.refs, actions) == (then, (), (m.DropStage(), m.ReadAttempt(2)))
+    assert refused.on(m.AttemptRead(OPEN))[1][0] == m.CastVote(OPEN, Held.REFUSED)
 
 
 def test_manifests_that_a_store_shows_no_more_are_waited_for() -> None:
@@ -248,7 +275,27 @@ def test_manifests_that_a_store_shows_no_more_are_waited_for() -> None:
     assert staged.on(m.AttemptRead(half)) == (staged, (m.AwaitAttempt(2),))
 
 
+@pytest.mark.parametrize("attempt", [whole(3, STAGE), whole(mode=STAGE, held=(5, 0, 0))], ids=["number", "manifests"])
+def test_what_is_staged_must_stay_what_it_was(attempt: Attempt) -> None:
+    sealed = whole(mode=STAGE)
+    for seen in (attempt, replace(attempt, manifests=attempt.manifests[: attempt.number == 2])):
+        with pytest.raises(IntegrityError, match="changed its manifest"):
+            follower(Phase.STAGED, attempt=sealed, refs=sealed.payloads).on(m.AttemptRead(seen))
+
+
+def test_an_abort_counts_whatever_else_a_store_shows() -> None:
+    sealed, failed = whole(mode=STAGE), whole(mode=STAGE, end=ABORT)
+    staged = follower(Phase.STAGED, attempt=sealed, refs=sealed.payloads)
+    assert staged.on(m.AttemptRead(replace(failed, manifests=())))[0].phase is Phase.CLEAN
+
+
 # ------------------------------------------------------------------------------------------ mode stream
+
+
+def test_a_stream_that_is_committed_already_is_staged_like_any_version() -> None:
+    """Nothing is to be gained by a pause before it is here."""
+    staging, actions = follower(Phase.CLEAN).on(m.AttemptRead(DONE))
+    assert (staging.phase, actions) == (Phase.STAGING, (m.Stage(DONE, DONE.payloads),))
 
 
 def test_generation_goes_on_until_a_stream_has_something_to_write() -> None:
@@ -259,6 +306,13 @@ def test_generation_goes_on_until_a_stream_has_something_to_write() -> None:
     assert kinds(actions) == [m.Pause, m.WriteHeader, m.Stage]
     assert (filling.phase, filling.target, filling.mixed) == (Phase.FILLING, 2, False)
     assert actions[2] == m.Stage(PART, PART.announced)
+
+
+def test_a_stream_without_changes_is_a_version_too() -> None:
+    """Nothing is announced, and all is said: there is a vote to cast, and a version to hold."""
+    same = s.records(Entry(2, STREAM, 1, BASE, BASE, ended=(OWN, OWN), sealed=BOTH), BASE)
+    after, actions = follower(Phase.CLEAN).on(m.AttemptRead(same))
+    assert (after.phase, kinds(actions)[2:]) == (Phase.STREAMING, [m.CastVote, m.AwaitAttempt])
 
 
 def test_who_does_not_take_part_or_has_another_base_stays_out_of_a_stream() -> None:
@@ -279,6 +333,14 @@ def test_what_fits_is_written_and_what_does_not_is_refused_unwritten() -> None:
     assert actions == (m.DropStage(), m.ReadAttempt(2))
     after, actions = refused.on(m.AttemptRead(PART))
     assert (after.phase, actions) == (Phase.STREAMING, (m.CastVote(PART, Held.REFUSED), m.AwaitAttempt(2)))
+
+
+def test_a_payload_of_an_open_attempt_that_leads_elsewhere_is_refused() -> None:
+    """Of a version that is an error; an open attempt may be anybody's mistake, and end in ABORT."""
+    wrong = m.Staged(tuple(m.Sums(ref.pre, TORN) for ref in OPEN.announced))
+    assert dirty(Phase.FILLING).on(wrong)[0].refused
+    with pytest.raises(IntegrityError, match="does not lead where"):
+        dirty(Phase.FILLING, DONE).on(wrong)
 
 
 def test_refusing_what_is_then_committed_means_that_ours_are_the_wrong_bits() -> None:

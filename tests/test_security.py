@@ -719,3 +719,15 @@ def test_a_rank_without_a_key_takes_no_part(one: Scene) -> None:
     model = h.random_model(np.random.default_rng(5), h.SMALL)
     with pytest.raises(UsageError, match="is signed"):
         KeyedTrainer(h.new_store(), model, [one.signer, None], [None, None], Mode.STAGE)
+
+
+def test_another_key_than_the_run_was_begun_with_needs_trust() -> None:
+    """Receivers that trust only the first key would stop for good; whoever says whom they trust may go on."""
+    store, source = h.new_store(), h.ArraySource(h.random_model(np.random.default_rng(5), h.SMALL), h.SMALL)
+    first, other = new_signer(name="first"), new_signer(name="other")
+    h.published(store, source, sign=first)
+    with pytest.raises(UsageError, match="begun with another key"):
+        h.published(store, source, sign=other)
+    assert RunLog.open(store).attempt(2).intent is None
+    both = trust_in(trusted(first), trusted(other))
+    assert h.published(store, source, sign=other, trust=both) == 2

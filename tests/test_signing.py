@@ -34,7 +34,7 @@ from deltarefit.manifest import (
     Run,
     TensorEntry,
 )
-from deltarefit.notary import Notary, is_signed
+from deltarefit.notary import Notary, signer_of
 from deltarefit.records import Digest, Record, split_signature
 from deltarefit.signing import Kind, Secret, Signature, Signer, message
 from deltarefit.stores import wrappers
@@ -341,7 +341,7 @@ def test_a_look_at_a_damaged_record_is_repeated() -> None:
     for data, expected in ((signed, True), (Run(RUN_ID, SHA).to_bytes(), False)):
         store = h.new_store()
         store.put("run", data)
-        assert is_signed(Faulty(store, [Fault(wrappers.Kind.TRUNCATE, "get")]), "run") is expected
+        assert bool(signer_of(Faulty(store, [Fault(wrappers.Kind.TRUNCATE, "get")]), "run")) is expected
 
 
 def test_the_first_bad_payload_of_many_is_found() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from deltarefit import Publisher, runtime
 from deltarefit.errors import AttemptLostError, UnavailableError, UsageError
-from deltarefit.manifest import Batch, Mode
+from deltarefit.manifest import Batch, Decision, Mode
 from deltarefit.ports import Store
 from deltarefit.publishing import touched
 from deltarefit.publishing.announcing import Announcing
@@ -164,6 +164,25 @@ def test_agents_and_trainers_die_at_random(seed: int) -> None:
     h.check_linear(store)
 
 
+def test_an_interrupted_publish_closes_its_attempt(run: Run) -> None:
+    """So that receivers that were written to need not wait for the next publish to learn of it."""
+    store, source, rng = run
+    h.step(rng, source.model, "many")
+    with contextlib.closing(Publisher(store, source, threads=1, payload_bytes=SMALL, mode="stream")) as publisher:
+        publisher.abandon()  # nothing is open: nothing happens
+        with runtime.using(Failing(3)), pytest.raises(fleet.Died):
+            publisher.publish()
+        log = RunLog.open(store)
+        assert log.attempt(2).open
+        publisher.abandon()
+        outcome = RunLog.open(store).attempt(2).outcome
+        assert outcome is not None
+        assert (outcome.decision, outcome.reason) == (Decision.ABORT, "interrupted")
+        assert publisher.publish().version == 3
+        publisher.abandon()
+    assert h.check_linear(store) == [1, 3]
+
+
 def test_once_does_not_take_part(run: Run) -> None:
     """``follow --once`` leaves an open stream alone, and says so if its target was left in one."""
     store, source, rng = run
@@ -178,6 +197,18 @@ def test_once_does_not_take_part(run: Run) -> None:
         h.followed(store, one.target)
     version = streaming(store, source)
     assert h.followed(store, one.target) == version
+    assert h.bits(one.target) == h.bytes_of(source.model)
+
+
+def test_a_baseline_that_was_left_in_a_stream_is_rebuilt(run: Run) -> None:
+    """Receiver number zero waits for nobody: who should commit for it?"""
+    store, source, rng = run
+    with fleet.following(store, 1) as (one,):
+        h.step(rng, source.model, "many")
+        fail(store, source, 3)
+        fleet.until(one.dirty)
+    version = streaming(store, source, baseline=one.target, votes="none")
+    assert one.clean(version)
     assert h.bits(one.target) == h.bytes_of(source.model)
 
 

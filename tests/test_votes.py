@@ -46,12 +46,12 @@ def test_so_many_are_enough() -> None:
     living = dict.fromkeys(NAMES, True)
     assert count(Policy(2), living, {"a": YES}) is None
     assert count(Policy(2), living, {"a": YES, "d": YES}) == Enough(("a", "d"), ("b", "c"))
-    assert count(Policy(2), living, {"a": YES}, expired=True) == TooFew("1 of 2 receivers hold it")
+    assert count(Policy(2), living, {"a": YES}, expired=True) == TooFew("1 of 2 receivers hold it, 4 follow")
 
 
 def test_a_floor_holds_the_commit_back() -> None:
     assert count(Policy(least=1), {}, {}) is None
-    assert count(Policy(least=1), {}, {}, expired=True) == TooFew("0 of 1 receivers hold it")
+    assert count(Policy(least=1), {}, {}, expired=True) == TooFew("0 of 1 receivers hold it, none follows this run")
     assert count(Policy(least=2), {"a": True, "b": False}, {"a": YES}) is None
 
 
@@ -60,7 +60,7 @@ def test_refusals_are_not_waited_for_and_all_of_them_end_it() -> None:
     assert count(Policy(), living, {"a": NO, "b": YES}) == Enough(("b",), ("a",))
     assert count(Policy(), living, {"a": NO}) is None
     assert count(Policy(), living, {"a": NO, "b": NO}) == TooFew("all receivers refuse it: a, b")
-    assert count(Policy(2), living, {"a": NO}) == TooFew("0 of 2 receivers hold it")
+    assert count(Policy(2), living, {"a": NO}) == TooFew("0 of 2 receivers hold it, 2 follow")
 
 
 def test_other_votes_and_strangers_do_not_count() -> None:

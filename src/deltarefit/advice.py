@@ -57,8 +57,7 @@ def advise(
     bound that even an anchor at every version misses.
     """
     if min(joins_per_version, write_cost, read_cost) <= 0 or (recovery_s > 0) is not (bandwidth > 0):
-        step = "Give positive numbers; --recovery-s and --bandwidth belong together."
-        raise UsageError("advice needs other numbers", next_step=step)
+        raise UsageError("advice needs numbers above 0, and --recovery-s and --bandwidth together or neither")
     found = log.newest_anchor()
     chain = _newest(log)
     if found is None or not chain:

@@ -17,7 +17,7 @@ from deltarefit.digest import catalog_keys
 from deltarefit.errors import AlreadyExistsError, AttemptLostError, DigestMismatch, IntegrityError, NotFoundError
 from deltarefit.events import Emit, Event, ignore
 from deltarefit.manifest import Anchor, PayloadRef
-from deltarefit.notary import Notary, check_signer, is_signed
+from deltarefit.notary import Notary, check_signer, signer_of
 from deltarefit.pieces import whole
 from deltarefit.pins import CatchUpPin
 from deltarefit.pipeline import PAYLOAD_BYTES, Upload, counted, extents_of, upload_segments
@@ -63,7 +63,7 @@ def write_anchor(
     and ``trust`` as in ``Publisher``.
     """
     log = RunLog.open(store, Notary(sign, trust))
-    check_signer(log.notary, is_signed(store, RUN), store.url)
+    check_signer(log.notary, signer_of(store, RUN), store.url)
     version = _bring_to_head(store, baseline, threads, emit, trust)
     anchor, created = log.anchor(version), False
     if anchor is None:

@@ -47,6 +47,9 @@ class VersionDetails:
     base_digest: str
     payloads: tuple[PayloadRef, ...]
     files: tuple[FileRef, ...]
+    mode: str = ""
+    members: tuple[str, ...] = ()
+    evicted: tuple[str, ...] = ()
 
     @property
     def bytes_per_changed(self) -> float:
@@ -60,6 +63,9 @@ class VersionDetails:
             "run": self.run,
             "version": row.pop("attempt"),
             **row,
+            "mode": self.mode,
+            "members": self.members,
+            "evicted": self.evicted,
             "digest": self.digest,
             "base_digest": self.base_digest,
             "bytes_per_changed": self.bytes_per_changed,
@@ -125,6 +131,9 @@ def inspect_version(log: RunLog, number: int) -> VersionDetails:
         base_digest=str(intent.base_digest) if intent else "",
         payloads=first.payloads if first else attempt.payloads,
         files=first.files if first else (),
+        mode=intent.mode.value if intent else "",
+        members=outcome.members if outcome else (),
+        evicted=outcome.evicted if outcome else (),
     )
 
 

@@ -80,11 +80,13 @@ class Notary:
         return record
 
 
-def is_signed(store: Store, place: str) -> bool:
-    """Whether a small record carries a signature of anyone; read a second time if it is damaged."""
+def signer_of(store: Store, place: str) -> str:
+    """The id of the key that a small record says it was signed with, empty if none; read a second time if it is
+    damaged. Not verified."""
 
-    def look() -> bool:
-        return bool(split_signature(at_most(store, place, _SMALL[Run] + MAX_SIGNATURE_BYTES), place)[1])
+    def look() -> str:
+        line = split_signature(at_most(store, place, _SMALL[Run] + MAX_SIGNATURE_BYTES), place)[1]
+        return Signature.parse(line, place).key if line else ""
 
     try:
         return look()
@@ -92,11 +94,17 @@ def is_signed(store: Store, place: str) -> bool:
         return look()
 
 
-def check_signer(notary: Notary, signed: bool, url: str) -> None:
-    """``UsageError`` unless a publisher signs where the run is signed (its first record tells), and only there:
-    receivers with trusted keys would refuse for ever what it publishes."""
+def check_signer(notary: Notary, signed: str, url: str, *, alone: bool = True) -> None:
+    """``UsageError`` unless a publisher signs where the run is signed (its first record tells, by the key ``signed``),
+    and only there, and with that key unless it says which ones are trusted, or is one rank of several (not ``alone``):
+    receivers would refuse for ever what it publishes."""
     if notary.signer is None and signed:
-        raise UsageError(f"the run at {url} is signed", next_step="Give the key: publish --sign, Publisher(sign=...).")
+        raise UsageError(f"the run at {url} is signed", next_step="Give the key: --sign KEYFILE, sign=... in Python.")
+    if alone and notary.signer is not None and signed and notary.trust is None and notary.signer.key != signed:
+        step = "Give that key; or if receivers trust yours, too, say so: --trust FILE, trust=... in Python."
+        raise UsageError(
+            f"the run at {url} was begun with another key", expected=signed, found=notary.signer.key, next_step=step
+        )
     if notary.signer is not None and not signed:
         step = "Start a signed run in another store, or publish without a key."
         raise UsageError(f"the run at {url} is not signed", next_step=step)

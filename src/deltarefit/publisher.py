@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deltarefit import runtime
-from deltarefit.errors import AttemptLostError, IntegrityError, UnavailableError, UsageError
+from deltarefit.errors import AttemptLostError, IntegrityError, RefitError, UnavailableError, UsageError
 from deltarefit.events import Emit, Event, ignore
 from deltarefit.manifest import Intent, Mode, Outcome, ProducerManifest
 from deltarefit.notary import Notary
@@ -35,6 +35,7 @@ from deltarefit.publishing.share import Options, Share
 from deltarefit.publishing.target_baseline import TargetBaseline
 from deltarefit.publishing.trainers import Closing, Report, Trainers
 from deltarefit.recent import RecentPayloads
+from deltarefit.runlog import attempt_key
 from deltarefit.signing import Signer
 from deltarefit.trust import Trust
 
@@ -46,13 +47,14 @@ MOST_THREADS = 4
 @dataclass(frozen=True)
 class Published:
     """What one ``publish`` did, over all ranks. ``changed`` and ``numel`` count elements; bytes are canonical and as
-    stored.
+    stored. ``members`` are the receivers whose votes counted, ``evicted`` others that were there.
 
     ``seconds`` are this rank's, by phase. ``prepare``: the baseline is brought to the base version (not for a first
-    version; long only if it must be rebuilt or caught up). ``encode``: the source is read, compared and encoded, until
-    the store has the last payload. ``hint`` (rank 0): the hint that tells receivers of the new head is written.
-    ``baseline``: the committed version is written into the baseline. ``total``: all of ``publish``, the waits for
-    other ranks and for the commit included; so it is more than the sum.
+    version; long only if it must be rebuilt or caught up). ``encode``: the source is read, compared and encoded,
+    until the store has the last payload. ``votes`` (rank 0, if asked): receivers are waited for. ``hint`` (rank 0):
+    the hint that tells receivers of the new head is written. ``baseline``: the committed version is written into
+    the baseline. ``total``: all of ``publish``, the waits for other ranks and for the commit included; so it is
+    more than the sum.
     """
 
     version: int
@@ -64,6 +66,8 @@ class Published:
     wire_bytes: int
     digest: str
     anchor: int
+    members: tuple[str, ...] = ()
+    evicted: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -130,6 +134,7 @@ class Publisher:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._running: Future[Published] | None = None
         self._closed = False
+        self._opened: Intent | None = None
 
     @property
     def source(self) -> Source:
@@ -169,6 +174,14 @@ class Publisher:
         taken.wait()
         return self._running
 
+    def abandon(self) -> None:
+        """After ``KeyboardInterrupt`` and the like in ``publish``: close the attempt that rank 0 left open, if the
+        store can be reached, so that nobody waits for it. The next publish would do the same."""
+        if (intent := self._opened) is not None and self._trainers.rank == 0:
+            abort = coordinator.abort_of(intent, runtime.token(), "interrupted")
+            with contextlib.suppress(RefitError):
+                self.log.store.create(key := attempt_key(intent.attempt, "outcome"), self.log.bytes_of(key, abort))
+
     def close(self) -> None:
         """Finish what was started; let go of threads, memory and files. May be called twice."""
         self._finish()
@@ -200,7 +213,10 @@ class Publisher:
 
             driver = Driver(self.log, self._trainers, self._share, release, self._roll, self._policy)
             take_part = self._join if self._trainers.rank else self._coordinate
-            commit, closing = take_part(driver, step, held)
+            try:
+                commit, closing = take_part(driver, step, held)
+            finally:
+                self._opened = driver.intent
         own = driver.reports[0].manifest
         self._settle("baseline", lambda: self._move_baseline(own))
         seconds = {**self._share.seconds, "total": time.perf_counter() - started}
@@ -326,6 +342,8 @@ class Publisher:
             wire_bytes=closing.wire_bytes,
             digest=str(commit.digest),
             anchor=commit.anchor,
+            members=commit.members,
+            evicted=commit.evicted,
             seconds=seconds,
         )
 

@@ -20,7 +20,7 @@ from deltarefit.attendance import Attendance
 from deltarefit.beginning import Beginning
 from deltarefit.errors import IntegrityError, NotFoundError, RefitError, StorageFullError, UnavailableError
 from deltarefit.events import Emit, Event, ignore
-from deltarefit.manifest import Anchor, Held, State
+from deltarefit.manifest import Anchor, Header, Held, State
 from deltarefit.notary import Notary
 from deltarefit.pins import CatchUpPin
 from deltarefit.ports import LiveTarget, Store, Target
@@ -38,6 +38,8 @@ IN_PAUSE = ("quiesce", "seed", "write", "verify")
 """Phases of a refit that users of the weights wait for, before CLEAN; ``resume`` and what the target reports follow."""
 STREAM_POLL_S = 0.1
 """Longest wait between looks at the log while an attempt is being written on arrival."""
+TELL_S = 10.0
+"""After so long a pause in an attempt that is not decided is told of."""
 WATCH_S = 1.0
 """Between looks whether a live target is still there, while there is nothing to do."""
 
@@ -85,7 +87,7 @@ class Receiver:
         self._pause_timings: dict[str, float] = {}
         self._paused_at = 0.0
         self._diverged = 0
-        self._refusal = ""
+        self._refusal, self._told = "", 0
 
     @property
     def version(self) -> int:
@@ -125,6 +127,10 @@ class Receiver:
             raise NotFoundError("nothing to start from: the run has no committed version with an anchor")
         return self.version
 
+    def header(self) -> Header | None:
+        """The header beside the weights; None if there is none, or a damaged one."""
+        return self._beginning().read_header()
+
     def restart(self) -> None:
         """Forget what is in memory, as a crash would: the next ``follow`` starts from the header (and proves it). Users
         may go on where the weights are still whole."""
@@ -136,7 +142,7 @@ class Receiver:
         self._pause_timings.clear()
         self._paused_at = 0.0
         try:
-            header = self._beginning().read_header()
+            header = self.header()
             if header is not None and header.state is State.CLEAN and not lost:
                 self.target.resume()
         except UnavailableError:
@@ -230,6 +236,11 @@ class Receiver:
 
     def _do_AwaitAttempt(self, action: m.AwaitAttempt) -> m.Event:  # noqa: N802
         streaming = self._machine.phase is Phase.STREAMING  # generation stands still meanwhile
+        if streaming and self._paused_at and time.perf_counter() - self._paused_at > TELL_S:
+            if self._told != action.number:
+                text = f"paused for {TELL_S:g} s in attempt {action.number}, which is still open"
+                self._say("adrift", version=action.number, text=text)
+            self._told = action.number
         deadline = runtime.now() + (min(self.poll_s, STREAM_POLL_S) if streaming else self.poll_s)
         while True:
             self._beat()

@@ -33,7 +33,7 @@ from deltarefit.manifest import (
     ProducerManifest,
     Run,
 )
-from deltarefit.notary import Notary, at_most, check_signer, is_signed
+from deltarefit.notary import Notary, at_most, check_signer, signer_of
 from deltarefit.ports import Store
 from deltarefit.protocol.attempts import Attempt, check_attempt
 from deltarefit.records import Digest, Record, split_signature
@@ -101,7 +101,7 @@ class RunLog:
             log = cls.open(store, notary)
         except NotFoundError:
             log = cls._create(store, catalog, notary)
-        check_signer(notary, is_signed(store, RUN), store.url)
+        check_signer(notary, signer_of(store, RUN), store.url)
         check_catalog(catalog, log.catalog)
         return log
 
@@ -287,7 +287,8 @@ class RunLog:
         """The committed attempt ``number``; ``NotFoundError`` if it is not a version of this run."""
         attempt = self.attempt(number)
         if not attempt.committed:
-            state = "open" if attempt.open else "aborted" if attempt.intent else "not there"
+            reason = f" ({attempt.outcome.reason})" if attempt.outcome and attempt.outcome.reason else ""
+            state = "open" if attempt.open else f"aborted{reason}" if attempt.intent else "not there"
             raise NotFoundError(f"version {number} is not committed", found=f"attempt {number} is {state}")
         return attempt
 

@@ -115,6 +115,9 @@ def _print_details(out: Output, details: VersionDetails) -> None:
     smaller = words.times(entry.dense_bytes, entry.wire_bytes)
     facts = {
         "version": f"{entry.attempt} on base {entry.base}, step {entry.step}" + ", anchor" * entry.anchor,
+        "mode": details.mode,
+        **({"held by": ", ".join(details.members)} if details.members else {}),
+        **({"evicted": ", ".join(details.evicted)} if details.evicted else {}),
         "digest": details.digest,
         "base digest": details.base_digest,
         "changed": f"{entry.changed:,} of {entry.numel:,} elements, density {words.percent(entry.density)}",

@@ -149,12 +149,23 @@ Votes = Annotated[
         "--votes",
         metavar="WHO",
         help="Before the commit all receivers that follow must hold the version, or so many, or none. One that "
-        "is silent for 10 s is not waited for.",
+        "is silent for 10 s is not waited for. Nobody is asked for a first version.",
     ),
 ]
 MinReceivers = Annotated[
     int,
-    typer.Option("--min-receivers", metavar="N", min=0, help="Commit nothing unless so many receivers hold it."),
+    typer.Option(
+        "--min-receivers",
+        metavar="N",
+        min=0,
+        help="Commit nothing but a first version unless so many hold it.",
+    ),
+]
+Deadline = Annotated[
+    float,
+    typer.Option(
+        "--deadline", metavar="S", min=1, help="Seconds to wait for receivers that give signs of life, or are too few."
+    ),
 ]
 Name = Annotated[
     str | None,
@@ -167,7 +178,14 @@ Name = Annotated[
 ]
 Once = Annotated[bool, typer.Option("--once", help="Stop as soon as the head is held.")]
 Poll = Annotated[
-    float, typer.Option("--poll", metavar="S", min=0.01, max=3600, help="Seconds between looks at the store.")
+    float,
+    typer.Option(
+        "--poll",
+        metavar="S",
+        min=0.01,
+        max=3600,
+        help="Seconds between looks at the store; a commit may wait as long for this receiver's vote.",
+    ),
 ]
 NoProve = Annotated[
     bool,

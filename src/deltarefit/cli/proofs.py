@@ -218,6 +218,9 @@ def _claimed(held: _Held, log: RunLog) -> int:
     if header is None or header.state is not State.CLEAN:
         found = "no header" if header is None else f"state {header.state.value}"
         step = f"Run: deltarefit follow STORE --into {held.path} --once"
+        if header is not None and header.state is State.DIRTY:
+            found += f", partly written by attempt {header.target}"
+            step = f"If that attempt is not committed, publish again. {step}"
         raise IntegrityError(f"{held.path} claims no version", expected="state CLEAN", found=found, next_step=step)
     if header.run != log.run:
         raise BaseMismatch(f"{held.path} follows another run", expected=log.run, found=header.run)

@@ -9,11 +9,11 @@ from deltarefit.cli import options, words
 from deltarefit.cli.keys import notary
 from deltarefit.cli.output import Output
 from deltarefit.cli.settings import baseline_directory
-from deltarefit.cli.verbs import Call, app, verb
+from deltarefit.cli.verbs import Call, Terminated, app, verb
 from deltarefit.events import Emit, Event
 from deltarefit.manifest import ProducerManifest
 from deltarefit.pipeline import PAYLOAD_BYTES
-from deltarefit.publisher import Published, Publisher
+from deltarefit.publisher import DEADLINE_S, Published, Publisher
 from deltarefit.runlog import RunLog, attempt_key
 from deltarefit.sources.checkpoint import CheckpointSource
 from deltarefit.targets.checkpoint import CheckpointTarget
@@ -31,6 +31,7 @@ def publish(
     mode: options.Mode = "stage",
     votes: options.Votes = "all",
     min_receivers: options.MinReceivers = 0,
+    deadline: options.Deadline = DEADLINE_S,
     sign: options.Sign = None,
     trust: options.Trust = None,
 ) -> None:
@@ -39,7 +40,8 @@ def publish(
     The first time, the run is created and the whole checkpoint goes up as an anchor. From then on only the
     bits that differ from the version before do. The last line of stdout is the new version's number.
 
-    Nothing of a publish that fails or is killed is ever visible to receivers: run it again.
+    Nothing of a publish that fails or is killed is ever served: run it again. In mode stream receivers stand still
+    until then.
 
     Example: [bold]deltarefit publish ckpt/step-42 --to s3://bucket/run7 --step 42[/]
     """
@@ -59,12 +61,17 @@ def publish(
             mode=mode,
             votes=int(votes) if votes.isdecimal() else votes,
             min_receivers=min_receivers,
+            deadline_s=deadline,
             emit=emit,
             sign=keys.signer,
             trust=keys.trust,
         )
         with closing(publisher):
-            done = publisher.publish(step)
+            try:
+                done = publisher.publish(step)
+            except (KeyboardInterrupt, Terminated):
+                publisher.abandon()
+                raise
     _summarize(call.out, log, done)
     smaller = words.ratio(done.dense_bytes, done.wire_bytes)
     body = {"run": log.run, **dataclasses.asdict(done), "density": done.density, "times_smaller": smaller}
@@ -115,6 +122,8 @@ def _summarize(out: Output, log: RunLog, done: Published) -> None:
         )
         lines[1] = ("Packed", f"{done.changed:,} elements as an anchor", None)
         lines[3] = ("Committed", f"version {done.version}, an anchor", done.seconds.get("total"))
+    if done.evicted:
+        lines.append(("Evicted", f"{', '.join(done.evicted)}: catches up from the log", None))
     for name, text, seconds in lines:
         out.say(f"{name:<10} {text:<60} {words.seconds(seconds) if seconds is not None else ''}".rstrip())
 

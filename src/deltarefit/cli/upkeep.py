@@ -152,7 +152,9 @@ def prune_verb(
 def _prune_summary(done: Pruned, keep: int) -> list[str]:
     if len(done.anchors) < keep:
         found = words.count(len(done.anchors), "anchor")
-        return [f"Kept       everything: {found} can be read, and {keep} must stay. See: deltarefit anchor --help"]
+        return [
+            f"Kept       everything: {found} can be read, and {keep} must stay. Write one (anchor STORE), or --keep 1"
+        ]
     what = f"{words.count(done.attempts, 'attempt')} and {words.count(done.old_anchors, 'anchor')}"
     verb = "Would free" if done.dry_run else "Freed     "
     lines = [f"{verb} {words.size(done.size)} of {what} before version {done.floor}"]

@@ -230,7 +230,7 @@ class Coordinator:
         return replace(self, phase=phase, reason=reason), ()
 
     def _abort_of(self, number: int, base: int, reason: str) -> Outcome:
-        return Outcome(self.run, number, Decision.ABORT, base, Digest(), (), 0, self.nonce, reason[:1000])
+        return _abort(self.run, number, base, self.nonce, reason)
 
     def _intent(self) -> Intent:
         return _present(self.intent, "intent")
@@ -240,6 +240,15 @@ class Coordinator:
 
     def _outcome(self) -> Outcome:
         return _present(self.outcome, "outcome")
+
+
+def abort_of(intent: Intent, nonce: str, reason: str) -> Outcome:
+    """What closes an attempt; anyone may."""
+    return _abort(intent.run, intent.attempt, intent.base, nonce, reason)
+
+
+def _abort(run: str, number: int, base: int, nonce: str, reason: str) -> Outcome:
+    return Outcome(run, number, Decision.ABORT, base, Digest(), (), 0, nonce, reason[:1000])
 
 
 def _present(value: T | None, name: str) -> T:

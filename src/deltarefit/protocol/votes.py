@@ -49,5 +49,6 @@ def tally(
             return TooFew(f"all receivers refuse it: {', '.join(sorted(refused))}")
         return Enough(tuple(sorted(yes)), tuple(sorted(living.keys() - yes)))
     if expired or (refused and len(living) - len(refused) < wanted):
-        return TooFew(f"{len(yes)} of {wanted} receivers hold it")
+        follow = f"{len(living)} follow" if living else "none follows this run"
+        return TooFew(f"{len(yes)} of {wanted} receivers hold it, {follow}")
     return None

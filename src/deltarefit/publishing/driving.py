@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 from deltarefit import runtime
 from deltarefit.anchors import seal_anchor
 from deltarefit.errors import AttemptLostError, IntegrityError, NotFoundError, UnavailableError
+from deltarefit.events import Event
 from deltarefit.manifest import Held, Intent, Mode
 from deltarefit.protocol import coordinator, producer
 from deltarefit.protocol import messages as m
@@ -27,6 +28,8 @@ from deltarefit.runlog import RunLog, attempt_key
 Machine = TypeVar("Machine", coordinator.Coordinator, producer.Producer)
 LOOK_S = 1.0
 """Between two looks at the register while something else is waited for."""
+TELL_S = 2.0
+"""After so long it is said that receivers are waited for."""
 POLL_S = 0.2
 """Longest time between two looks at the receivers' votes."""
 MAY_FAIL = (m.Encode, m.CreateManifest, m.ReadManifest, m.Gather, m.Poll, m.AwaitOutcome)
@@ -52,6 +55,7 @@ class Driver:
         self._looked_at = 0.0
         self.reports: list[Report] = []
         self.opened = False
+        self.intent: Intent | None = None
         self.wire_bytes = 0
 
     def run(self, machine: Machine) -> Machine:
@@ -116,6 +120,7 @@ class Driver:
 
     def _encode(self, intent: Intent) -> m.Event:
         if self._trainers.rank == 0:
+            self.intent = intent
             self._trainers.open(intent)
             if self._policy is not None and intent.base:
                 self._roll.look()  # who is silent from here on has been so all the while
@@ -143,13 +148,17 @@ class Driver:
         held = Held.APPLIED if action.intent.mode is Mode.STREAM else Held.STAGED
         ballot = Ballot(self._log, self._roll, number, action.manifests, held)
         until = runtime.now() + self._trainers.deadline_s
-        pause = POLL_S / 10
+        started, pause, told = runtime.now(), POLL_S / 10, False
         while (found := ballot.count(policy, expired=runtime.now() >= until)) is None:
             self._trainers.beat()
             if decided := self._decided(number):
                 return decided
+            if not told and runtime.now() - started > TELL_S:
+                told = True
+                self._share.emit(Event("waiting", "votes", number, text=_waiting(number, until - runtime.now())))
             runtime.sleep(pause)
             pause = min(1.5 * pause, POLL_S)
+        self._share.seconds["votes"] = runtime.now() - started
         if isinstance(found, TooFew):
             return m.EncodeFailed(found.reason)
         self._roll.clear(found.evicted)
@@ -208,6 +217,10 @@ class Driver:
         if self._trainers.size > 1 and (found := self._decided(number)) and found.attempt.outcome:
             reason = found.attempt.outcome.reason or "decided by another publisher"
             raise lost(f"attempt {number} ended meanwhile", reason)
+
+
+def _waiting(number: int, left_s: float) -> str:
+    return f"waiting for receivers to hold attempt {number}; this gives up in {max(0.0, left_s):.0f} s at the latest"
 
 
 def lost(what: str, reason: str) -> AttemptLostError:

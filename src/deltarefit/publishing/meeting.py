@@ -15,7 +15,7 @@ from deltarefit.affine import check_coverage
 from deltarefit.catalogs import first_difference
 from deltarefit.errors import BaseMismatch, NotFoundError, UsageError
 from deltarefit.manifest import Catalog
-from deltarefit.notary import Notary, check_signer, is_signed
+from deltarefit.notary import Notary, check_signer, signer_of
 from deltarefit.pieces import Piece
 from deltarefit.ports import Source, Store
 from deltarefit.publishing.trainers import Trainers
@@ -46,7 +46,7 @@ def meet(store: Store, source: Source, trainers: Trainers, notary: Notary = UNSI
             found=f"{f'run {log.run}' if log else 'no run'} at {store.url}",
             next_step="Give every rank the same store, one that all of them can reach.",
         )
-    check_signer(notary, is_signed(store, RUN), store.url)
+    check_signer(notary, signer_of(store, RUN), store.url, alone=trainers.rank == 0)
     return log
 
 

@@ -25,9 +25,10 @@ def policy_of(votes: str | int, min_receivers: int) -> Policy | None:
     """What ``Publisher`` was asked for; None: nobody is asked. ``UsageError`` for what is no policy."""
     if isinstance(votes, bool) or not (votes in ("all", "none") or (isinstance(votes, int) and votes > 0)):
         raise UsageError("votes", expected="'all', 'none' or a number above 0", found=repr(votes)[:80])
-    counts = isinstance(min_receivers, int) and not isinstance(min_receivers, bool) and min_receivers >= 0
-    if not counts or (votes == "none" and min_receivers):
-        raise UsageError("min_receivers", expected="a number from 0, with votes", found=min_receivers)
+    if isinstance(min_receivers, bool) or not isinstance(min_receivers, int) or min_receivers < 0:
+        raise UsageError("min_receivers", expected="a number from 0 on", found=repr(min_receivers)[:80])
+    if votes == "none" and min_receivers:
+        raise UsageError("min_receivers needs votes", found="votes 'none'", next_step="Ask for votes, or for none.")
     if votes == "none":
         return None
     return Policy(None if votes == "all" else int(votes), min_receivers)
@@ -45,11 +46,11 @@ class Roll:
     """The receivers of a run as one trainer sees them, publish after publish."""
 
     def __init__(self, log: RunLog) -> None:
-        self._log = log
+        self._log, self._looked = log, False
         self._seen: dict[str, _Seen] = {}
 
     def look(self) -> None:
-        """Look who is there. What cannot be read now counts as silence."""
+        """Look who is there. What cannot be read now counts as silence, once anything could be."""
         with contextlib.suppress(RefitError):
             names = [key.removeprefix(f"{MEMBERS}/") for key, _ in self._log.store.list(MEMBERS)]
             gone = self._seen.keys() - set(names)
@@ -58,6 +59,7 @@ class Roll:
             for name in names:
                 if RECEIVER.fullmatch(name):
                     self._note(name)
+            self._looked = True
 
     def _note(self, name: str) -> None:
         with contextlib.suppress(RefitError):
@@ -67,6 +69,11 @@ class Roll:
             sign = (member.incarnation, member.beat)
             if name not in self._seen or self._seen[name].sign != sign:
                 self._seen[name] = _Seen(sign, runtime.now())
+
+    @property
+    def known(self) -> bool:
+        """Whether the roll could be read at all yet: nobody there and nobody seen are two things."""
+        return self._looked
 
     def living(self) -> dict[str, bool]:
         """Registered receivers, and whether they gave a sign of life lately."""
@@ -87,10 +94,13 @@ class Ballot:
     def __init__(self, log: RunLog, roll: Roll, attempt: int, manifests: tuple[str, ...], held: Held) -> None:
         self._log, self._roll, self._attempt, self._manifests, self._held = log, roll, attempt, manifests, held
         self._votes: dict[str, Held] = {}
+        self._since = runtime.now()
 
     def count(self, policy: Policy, *, expired: bool) -> Enough | TooFew | None:
         """Look again; what the policy makes of it, or None to wait."""
         self._roll.look()
+        if not self._roll.known and not expired and runtime.now() - self._since < SILENCE_S:
+            return None
         living = self._roll.living()
         for name in living:
             if self._votes.get(name) is not self._held:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from deltarefit.elements import Elements
 from deltarefit.errors import AttemptLostError
 from deltarefit.events import Emit, Event
+from deltarefit.manifest import State
 from deltarefit.ports import Store, Target
 from deltarefit.receiver import Receiver
 from deltarefit.records import Digest
@@ -40,11 +41,23 @@ class TargetBaseline:
         self.move(version)
 
     def move(self, version: int) -> None:
+        self._leave_streams()
         found = self._zero.follow(once=True)
         if found != version:
             raise AttemptLostError(
                 "another publisher moved the head", expected=version, found=found, next_step="Publish again."
             )
+
+    def _leave_streams(self) -> None:
+        """A directory that a follower has left in the middle of an attempt that is not committed: nobody else will
+        commit for it, so its bits are given up."""
+        header, log = self._zero.header(), self._zero.log
+        if header is None or header.state is not State.DIRTY or header.run != log.run:
+            return
+        if not log.attempt(header.target).committed:
+            lost = replace(header, state=State.UNKNOWN, version=0, target=0, digest=Digest())
+            self._target.write_header(lost)
+            self._zero.restart()
 
     def doubt(self) -> None:
         self._zero.restart()

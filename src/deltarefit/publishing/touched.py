@@ -15,6 +15,7 @@ import numpy.typing as npt
 from deltarefit.codec import Delta, open_payload
 from deltarefit.errors import IntegrityError, NotFoundError, UnavailableError
 from deltarefit.manifest import Batch, PayloadRef
+from deltarefit.notary import at_most
 from deltarefit.pieces import Piece
 from deltarefit.protocol import messages as m
 from deltarefit.protocol.attempts import Attempt, payloads_of
@@ -23,23 +24,35 @@ from deltarefit.publishing.foreign import indices_of
 from deltarefit.runlog import RunLog, payload_prefix
 
 Index = npt.NDArray[np.int64]
-_NOTHING: Index = np.empty(0, np.int64)
 
 
 class Touched:
-    """Elements of one producer's pieces, by piece."""
+    """Elements of one producer's pieces, by piece: one bit each, whatever the number of failures."""
 
-    def __init__(self, found: dict[int, list[Index]] | None = None) -> None:
-        self._of = {number: np.unique(np.concatenate(parts)) for number, parts in (found or {}).items() if parts}
+    def __init__(self) -> None:
+        self._bits: dict[int, npt.NDArray[np.uint8]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._of)
+        return bool(self._bits)
+
+    def add(self, piece: int, length: int, index: Index) -> None:
+        """Ascending elements ``index`` of a piece of ``length``."""
+        bits = self._bits.setdefault(piece, np.zeros(-(-length // 8), np.uint8))
+        for bit in range(8):  # of one bit no byte is met twice
+            bits[index[index & 7 == bit] >> 3] |= np.uint8(1 << bit)
+
+    def add_all(self, piece: int, length: int) -> None:
+        """Every element of a piece."""
+        self._bits[piece] = np.full(-(-length // 8), 0xFF, np.uint8)
 
     def within(self, piece: int, start: int, stop: int) -> Index:
         """Those of elements [start, stop) of a piece, ascending, counted from ``start``."""
-        index = self._of.get(piece, _NOTHING)
-        low, high = np.searchsorted(index, (start, stop))
-        return index[low:high] - start
+        bits = self._bits.get(piece)
+        if bits is None:
+            return np.empty(0, np.int64)
+        first = start // 8 * 8
+        some = np.unpackbits(bits[first // 8 : -(-stop // 8)], bitorder="little")
+        return np.flatnonzero(some[start - first : stop - first])
 
 
 def touched_since(
@@ -48,7 +61,7 @@ def touched_since(
     """What streams between version ``base`` and attempt ``number`` have announced of ``pieces``. Their lists must be
     ended (``UnavailableError``). A payload that cannot be read may hold anything of the tensors it is about.
     ``watch`` is called again and again meanwhile, and may raise."""
-    found: dict[int, list[Index]] = {}
+    touched = Touched()
     for earlier in range(base + 1, number):
         watch()
         attempt = log.attempt(earlier)
@@ -57,8 +70,8 @@ def touched_since(
         if attempt.streams:
             for ref in _announced(attempt):
                 watch()
-                _add(log, earlier, ref, pieces, found)
-    return Touched(found)
+                _add(log, earlier, ref, pieces, touched)
+    return touched
 
 
 def _announced(attempt: Attempt) -> Iterable[PayloadRef]:
@@ -67,21 +80,22 @@ def _announced(attempt: Attempt) -> Iterable[PayloadRef]:
     return (ref for listed in attempt.batches for ref in payloads_of(listed))
 
 
-def _add(log: RunLog, number: int, ref: PayloadRef, pieces: Sequence[Piece], found: dict[int, list[Index]]) -> None:
-    deltas = _opened(log, payload_prefix(number) + ref.sha256, ref)
-    for piece_number, piece in enumerate(pieces):
-        if not piece.length or not ref.first <= piece.tensor <= ref.last:
-            continue
+def _add(log: RunLog, number: int, ref: PayloadRef, pieces: Sequence[Piece], touched: Touched) -> None:
+    concerned = [(k, one) for k, one in enumerate(pieces) if one.length and ref.first <= one.tensor <= ref.last]
+    deltas = _opened(log, payload_prefix(number) + ref.sha256, ref) if concerned else []
+    for k, piece in concerned:
         if deltas is None:
-            found.setdefault(piece_number, []).append(np.arange(piece.length))
-        else:
-            parts = [indices_of(piece, delta) for delta in deltas if delta.tensor == piece.tensor]
-            found.setdefault(piece_number, []).extend(part for part in parts if part.size)
+            touched.add_all(k, piece.length)
+            continue
+        for delta in deltas:
+            if delta.tensor == piece.tensor and (index := indices_of(piece, delta)).size:
+                touched.add(k, piece.length, index)
 
 
 def _opened(log: RunLog, key: str, ref: PayloadRef) -> list[Delta] | None:
+    """Not waited for: it was in the store before it was announced, and what is not seen counts as everything."""
     try:
-        return log.fetch(key, lambda data: open_payload(data, ref, log.catalog), most=ref.size)
+        return open_payload(at_most(log.store, key, ref.size), ref, log.catalog)
     except (IntegrityError, NotFoundError):
         return None
 
