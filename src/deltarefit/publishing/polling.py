@@ -14,9 +14,12 @@ from deltarefit import runtime
 from deltarefit.attendance import MEMBERS, member_key, vote_key
 from deltarefit.errors import RefitError, UsageError
 from deltarefit.manifest import RECEIVER, Held, Member, Vote
+from deltarefit.pool import side_by_side
 from deltarefit.protocol.votes import Enough, Policy, TooFew, tally
 from deltarefit.runlog import RunLog
 
+LOOKS = 16
+"""Receivers that are looked at side by side."""
 SILENCE_S = 10.0
 """A receiver without a sign of life for so long is taken for dead."""
 
@@ -46,19 +49,18 @@ class Roll:
     """The receivers of a run as one trainer sees them, publish after publish."""
 
     def __init__(self, log: RunLog) -> None:
-        self._log, self._looked = log, False
+        self._log, self._looked, self._at = log, False, 0.0
         self._seen: dict[str, _Seen] = {}
 
     def look(self) -> None:
         """Look who is there. What cannot be read now counts as silence, once anything could be."""
+        self._at = runtime.now()
         with contextlib.suppress(RefitError):
             names = [key.removeprefix(f"{MEMBERS}/") for key, _ in self._log.store.list(MEMBERS)]
-            gone = self._seen.keys() - set(names)
-            for name in gone:
+            for name in self._seen.keys() - set(names):
                 del self._seen[name]
-            for name in names:
-                if RECEIVER.fullmatch(name):
-                    self._note(name)
+            with runtime.executor(LOOKS, "roll") as pool:
+                side_by_side(pool, self._note, [name for name in names if RECEIVER.fullmatch(name)])
             self._looked = True
 
     def _note(self, name: str) -> None:
@@ -68,7 +70,7 @@ class Roll:
                 return
             sign = (member.incarnation, member.beat)
             if name not in self._seen or self._seen[name].sign != sign:
-                self._seen[name] = _Seen(sign, runtime.now())
+                self._seen[name] = _Seen(sign, self._at)
 
     @property
     def known(self) -> bool:
@@ -76,9 +78,8 @@ class Roll:
         return self._looked
 
     def living(self) -> dict[str, bool]:
-        """Registered receivers, and whether they gave a sign of life lately."""
-        now = runtime.now()
-        return {name: now - seen.at < SILENCE_S for name, seen in self._seen.items()}
+        """Registered receivers, and whether they gave a sign of life lately, when that was last looked for."""
+        return {name: self._at - seen.at < SILENCE_S for name, seen in self._seen.items()}
 
     def clear(self, evicted: Sequence[str]) -> None:
         """Take the silent among ``evicted`` off the roll; one that comes back registers again."""
