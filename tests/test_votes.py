@@ -14,6 +14,7 @@ from deltarefit import Publisher
 from deltarefit.attendance import Attendance, member_key, vote_key
 from deltarefit.baseline import MemorySpool
 from deltarefit.errors import AttemptLostError, StorageFullError, UsageError
+from deltarefit.landing import Windows
 from deltarefit.manifest import Held, Member, Outcome, Vote
 from deltarefit.ports import Store
 from deltarefit.protocol.votes import Enough, Policy, TooFew, tally
@@ -23,6 +24,7 @@ from deltarefit.runlog import RunLog
 from deltarefit.stores.wrappers import Fault, Faulty, Kind
 from tests import fleet
 from tests import helpers as h
+from tests.test_stream import fail
 
 NAMES = ("a", "b", "c", "d")
 YES, NO = Held.STAGED, Held.REFUSED
@@ -156,6 +158,43 @@ def test_who_stages_slowly_gives_signs_of_life(run: tuple[Store, h.ArraySource])
         for array in source.model.values():
             array ^= array.dtype.type(1)
         assert outcome_of(store, h.published(store, source, payload_bytes=300)).members == ("r1",)
+
+
+@pytest.mark.parametrize("step", ["pause", "digest"])
+def test_a_long_step_is_no_silence(
+    run: tuple[Store, h.ArraySource], step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the vote of a stream generation must stand still, and after failed attempts all bits are proven."""
+    store, source = run
+    with fleet.following(store, 1) as (one,):
+        if step == "digest":
+            for array in source.model.values():
+                array ^= array.dtype.type(1)
+            fail(store, source, 2)
+            fleet.until(one.dirty)
+        of = one.target if step == "pause" else Windows
+        real = getattr(of, step)
+
+        def slow(*arguments: object) -> object:
+            time.sleep(2.5)
+            return real(*arguments)
+
+        monkeypatch.setattr(of, step, slow)
+        source.model["a.weight"][0, 0] ^= 2
+        assert outcome_of(store, h.published(store, source, mode="stream")).members == ("r1",)
+
+
+def test_a_step_without_end_is_silence(run: tuple[Store, h.ArraySource], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltarefit.attendance.MOST_BUSY_S", 0.2)
+    store, _ = run
+    attendance = Attendance(RunLog.open(store), "r1", h.Heard())
+    attendance.beat(1)
+    key = member_key("r1")
+    for seconds, moves in ((0.15, True), (0.3, False)):
+        time.sleep(seconds)
+        before = store.get(key)
+        attendance.beat_beside(1)
+        assert (store.get(key) != before) is moves
 
 
 def test_one_publisher_remembers_who_is_silent(run: tuple[Store, h.ArraySource]) -> None:

@@ -5,6 +5,7 @@ arrival, and a receiver that may not write there follows all the same.
 from __future__ import annotations
 
 import contextlib
+import threading
 
 from deltarefit import runtime
 from deltarefit.errors import RefitError, UsageError
@@ -16,6 +17,8 @@ from deltarefit.runlog import RunLog, attempt_key
 MEMBERS = "member"
 BEAT_S = 2.0
 """Between two signs of life."""
+MOST_BUSY_S = 120.0
+"""Longest step (a proof, a write, a wait for generation to stand still) that counts as life."""
 
 
 def member_key(name: str) -> str:
@@ -36,16 +39,28 @@ class Attendance:
         self.name, self._log, self._emit = name, log, emit
         self._incarnation = runtime.token()[:16]
         self._beats, self._beat_at = 0, float("-inf")
+        self._busy_since = float("-inf")
+        self._lock = threading.Lock()
         self._refused = False
         self._voted: Vote | None = None
 
     def beat(self, version: int) -> None:
         """Give a sign of life, unless one was given just now."""
-        if self._refused or runtime.now() - self._beat_at < BEAT_S:
-            return
-        self._beats, self._beat_at = self._beats + 1, runtime.now()
-        member = Member(self._log.run, self.name, self._incarnation, self._beats, version)
-        self._put(member_key(self.name), member)
+        self._busy_since = runtime.now()
+        self._beat(version)
+
+    def beat_beside(self, version: int) -> None:
+        """The same from beside a step that takes long, as long as it may still be at work."""
+        if runtime.now() - self._busy_since < MOST_BUSY_S:
+            self._beat(version)
+
+    def _beat(self, version: int) -> None:
+        with self._lock:
+            if self._refused or runtime.now() - self._beat_at < BEAT_S:
+                return
+            self._beats, self._beat_at = self._beats + 1, runtime.now()
+            member = Member(self._log.run, self.name, self._incarnation, self._beats, version)
+            self._put(member_key(self.name), member)
 
     def vote(self, attempt: Attempt, held: Held, reason: str = "") -> None:
         """Say what is held of an attempt, once; again if it did not arrive."""
@@ -56,10 +71,11 @@ class Attendance:
 
     def leave(self) -> None:
         """Nobody need wait for this receiver any more."""
-        if self._beats and not self._refused:
-            with contextlib.suppress(RefitError):
-                self._log.store.delete(member_key(self.name))
-        self._beat_at = float("-inf")
+        with self._lock:
+            if self._beats and not self._refused:
+                with contextlib.suppress(RefitError):
+                    self._log.store.delete(member_key(self.name))
+            self._beat_at = float("-inf")
 
     def _put(self, key: str, record: Member | Vote) -> bool:
         try:

@@ -153,7 +153,7 @@ class Publisher:
         ``AttemptLostError`` if another publisher came between, ``UnavailableError`` if the store or a rank went away
         (if its message says that the outcome is unknown, the next publish finds out), ``BaseMismatch`` for another
         model. What one rank refuses for good (``trainers.LASTING``) is raised by all as the same class; any other error
-        of one rank is ``AttemptLostError`` at the others. Nothing of a failed attempt is visible to receivers.
+        of one rank is ``AttemptLostError`` at the others. No receiver serves anything of a failed attempt.
 
         Nothing is raised once it is committed: a baseline that could not follow is told as an event, and brought up by
         the next publish.

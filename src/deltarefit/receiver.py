@@ -10,11 +10,12 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from deltarefit import runtime
+from deltarefit import attendance, runtime
 from deltarefit.anchors import AnchorSearch, check_loaded, load_anchor
 from deltarefit.attendance import Attendance
 from deltarefit.beginning import Beginning
@@ -104,14 +105,8 @@ class Receiver:
         self._stop, self._attends = stop, not once
         self._machine = replace(self._machine, streams=self._attends)
         try:
-            self._begin()
-            while self._queue and not (isinstance(self._queue[0], STOPS) and stop()):
-                action = self._queue.popleft()
-                if once and isinstance(action, m.AwaitAttempt):
-                    self._queue.appendleft(action)
-                    break
-                if (event := self._do(action)) is not None:
-                    self._feed(event)
+            with runtime.pulse(self._beat_beside, attendance.BEAT_S) if self._attends else nullcontext():
+                self._go_on(once)
         except BaseException as error:
             self.restart()
             if not (isinstance(error, RefitError) and error.retryable):  # else it comes back
@@ -130,6 +125,16 @@ class Receiver:
     def header(self) -> Header | None:
         """The header beside the weights; None if there is none, or a damaged one."""
         return self._beginning().read_header()
+
+    def _go_on(self, once: bool) -> None:
+        self._begin()
+        while self._queue and not (isinstance(self._queue[0], STOPS) and self._stop()):
+            action = self._queue.popleft()
+            if once and isinstance(action, m.AwaitAttempt):
+                self._queue.appendleft(action)
+                break
+            if (event := self._do(action)) is not None:
+                self._feed(event)
 
     def restart(self) -> None:
         """Forget what is in memory, as a crash would: the next ``follow`` starts from the header (and proves it). Users
@@ -212,6 +217,9 @@ class Receiver:
         if self._attends:
             self._attendance.beat(self._machine.version)
 
+    def _beat_beside(self) -> None:
+        self._attendance.beat_beside(self._machine.version)
+
     def _say(self, type_: str, phase: str = "", version: int = 0, **rest: object) -> None:
         self._emit(Event(type_, phase, version, **rest))  # type: ignore[arg-type]
 
@@ -226,6 +234,7 @@ class Receiver:
 
     def _do(self, action: m.Action) -> m.Event | None:
         name = type(action).__name__
+        self._beat()
         runtime.point(f"receiver {name}")
         answer: m.Event | None = getattr(self, f"_do_{name}")(action)
         runtime.point(f"receiver {name} done")

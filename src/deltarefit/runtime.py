@@ -8,10 +8,11 @@ module carries out sees the same one.
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, copy_context
 from typing import Any, Protocol, TypeVar
 
@@ -33,6 +34,9 @@ class Runtime(Protocol):
     def executor(self, threads: int, name: str) -> Executor:
         """Threads of that name, or none at all."""
 
+    def pulse(self, work: Callable[[], None], every_s: float) -> AbstractContextManager[None]:
+        """``work`` is done beside the block, again and again; it must be quick, and raise nothing."""
+
     def point(self, name: str) -> None:
         """A line of the protocol is about to be carried out; may raise, and may never return."""
 
@@ -51,6 +55,22 @@ class SystemRuntime:
 
     def executor(self, threads: int, name: str) -> Executor:
         return _ContextExecutor(threads, thread_name_prefix=name)
+
+    @contextmanager
+    def pulse(self, work: Callable[[], None], every_s: float) -> Iterator[None]:
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.wait(every_s):
+                work()
+
+        thread = threading.Thread(target=copy_context().run, args=(beat,), name="refit-pulse", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def point(self, name: str) -> None:
         """Nothing stops a process here."""
@@ -94,6 +114,11 @@ def token() -> str:
 def executor(threads: int, name: str) -> Executor:
     """``Runtime.executor`` of this context."""
     return _current.get().executor(threads, name)
+
+
+def pulse(work: Callable[[], None], every_s: float) -> AbstractContextManager[None]:
+    """``Runtime.pulse`` of this context."""
+    return _current.get().pulse(work, every_s)
 
 
 def point(name: str) -> None:

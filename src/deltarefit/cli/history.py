@@ -19,7 +19,7 @@ from deltarefit.runlog import RunLog
 def log(call: Call, store: options.Store, attempts: options.Attempts = 20, trust: options.Trust = None) -> None:
     """List the attempts of a run, newest last.
 
-    A committed attempt is the version of its number. An aborted one left nothing behind; an open one is being
+    A committed attempt is the version of its number. An aborted one is no version; an open one is being
     published, or its publisher died and the next publish will close it. Sizes are in MB (1,000,000 bytes).
     """
     run = RunLog.open(call.remote.existing(store), notary(trust))
