@@ -21,7 +21,7 @@ from deltarefit.runlog import RunLog, anchor_prefix, payload_prefix
 class Row:
     """One attempt. ``outcome`` is COMMIT, ABORT or open; ``step`` is None until a manifest says. ``changed``
     counts the positions that the deltas carry: where most of a range changed, they may carry all of it. Bytes
-    are canonical, and as stored with all records; ``anchor``: receivers can start here."""
+    are canonical, and as stored with all records but batches and signatures; ``anchor``: receivers can start here."""
 
     attempt: int
     outcome: str
