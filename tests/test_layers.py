@@ -17,7 +17,7 @@ LAYERS: dict[str, int] = {
     "safetensors_layout": 1,
     "affine": 1, "signing": 1, "trust": 1, "retention": 1,
     "ports": 2, "baseline": 2, "events": 2, "localfiles": 2, "exchange": 2, "tracing": 2, "pool": 2,
-    "runtime": 2, "keyfiles": 2,
+    "runtime": 2, "createonce": 2, "keyfiles": 2,
     "sources": 3, "targets": 3, "stores": 3,
     "notary": 2,
     "weights": 3, "landing": 3, "runlog": 3, "recent": 3,

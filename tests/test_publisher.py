@@ -24,6 +24,7 @@ from deltarefit.errors import (
 from deltarefit.manifest import Anchor, Decision
 from deltarefit.ports import Store
 from deltarefit.runlog import RunLog, attempt_key
+from deltarefit.stores.wrappers import Faulty
 from tests import helpers as h
 from tests import killing as k
 
@@ -389,3 +390,19 @@ def test_a_bit_flipped_in_the_baseline_gets_no_commit(rng: np.random.Generator) 
             publisher.publish()
         publisher.publish()
     assert h.received(store) == h.bytes_of(source.model)
+
+
+class _Replacing(Faulty):
+    """A store that takes a second create for a put."""
+
+    def create(self, key: str, data: bytes) -> None:
+        self.put(key, data)
+
+
+def test_a_store_without_create_once_is_refused_before_anything_is_written() -> None:
+    store, source = h.new_store(), h.ArraySource(h.random_model(np.random.default_rng(0)))
+    with pytest.raises(UsageError, match="does not keep create-once"):
+        h.published(_Replacing(store, []), source)
+    assert not list(store.list())
+    assert h.published(store, source) == 1
+    assert not list(store.list("probe"))

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from deltarefit import runtime
 from deltarefit.catalogs import check_catalog
+from deltarefit.createonce import check_create_once
 from deltarefit.errors import (
     AlreadyExistsError,
     BaseMismatch,
@@ -107,6 +108,7 @@ class RunLog:
 
     @classmethod
     def _create(cls, store: Store, catalog: Catalog, notary: Notary) -> RunLog:
+        check_create_once(store)
         store.put(f"catalog/{catalog.identity}", catalog.to_bytes())
         # Taken: another publisher was first, or this is our own success seen twice. What stands there counts.
         with contextlib.suppress(AlreadyExistsError):
