@@ -132,7 +132,8 @@ def test_attempts_that_failed_or_are_open(here: Here, spoiled: Desk) -> None:
     assert re.search(r"\n +5 +open +3 +- +- +- ", text.out)
     assert "attempt 4 was aborted: IntegrityError: the disk is gone" in text.err
     missing = here("show", spoiled.store, 4)
-    assert (missing.code, missing.err) == (3, "error: version 4 is not committed; found attempt 4 is aborted (IntegrityError: the disk is gone)\n")
+    found = "attempt 4 is aborted (IntegrityError: the disk is gone)"
+    assert (missing.code, missing.err) == (3, f"error: version 4 is not committed; found {found}\n")
     assert spoiled.run("publish", spoiled.checkpoint(3), "--to", spoiled.store).last == "6"
     outcomes = [row["outcome"] for row in here("log", spoiled.store, "--json").body["attempts"]]
     assert outcomes == ["COMMIT", "COMMIT", "COMMIT", "ABORT", "ABORT", "COMMIT"]
