@@ -24,6 +24,7 @@ from deltarefit.protocol.messages import AnchorLoaded
 from deltarefit.records import Digest
 from deltarefit.retention import PINS, Doomed, Tombstone, tomb_key, version_of
 from deltarefit.runlog import RunLog, anchor_prefix
+from deltarefit.stores.wrappers import Fault, Faulty, Kind
 from tests import helpers as h
 
 Harm = Callable[[h.Chain, int], None]
@@ -396,3 +397,17 @@ def test_the_machine_goes_from_an_anchor_that_is_not_whole_to_the_next(chain: h.
     with pytest.raises(IntegrityError):
         seeding.on(AnchorLoaded(Digest(1, 1)))
     assert issubclass(DigestMismatch, IntegrityError)
+
+
+def test_a_receiver_that_failed_looks_at_every_anchor_again() -> None:
+    """What was read damaged, twice, may be read whole the next time (F15): an error is no knowledge of the store."""
+    made = h.publish_chain(np.random.default_rng(3), ("some",), h.SMALL)
+    keys = [Fault(Kind.TRUNCATE, "get", "anchor/0000000001/anchor", first=1, last=4)]
+    target = h.StrictTarget(RunLog.open(made.store).run)
+    with contextlib.closing(Receiver(Faulty(made.store, keys), target, threads=1)) as receiver:
+        with pytest.raises(IntegrityError):
+            receiver.follow(once=True)
+        for _ in range(3):
+            with contextlib.suppress(IntegrityError):
+                assert receiver.follow(once=True) == made.head
+    assert h.bits(target) == made.history[made.head]

@@ -134,9 +134,13 @@ class AnchorSearch:
             self._emit(Event("skipped", "seed", anchor.version, text=text))
         return found is not None
 
-    def forget(self) -> None:
-        """What was damaged may have been restored."""
+    def retry(self) -> None:
+        """What was damaged may have been restored, or was only read so."""
         self._bad.clear()
+
+    def forget(self) -> None:
+        """A catch-up is over."""
+        self.retry()
         self.above = 0
 
     def _left(self) -> Iterator[tuple[Anchor, Attempt]]:

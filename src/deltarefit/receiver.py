@@ -142,6 +142,7 @@ class Receiver:
         lost = self._machine.phase is Phase.LOST  # proven wrong, though the header may not say so yet
         self._machine, self._started = self._new_machine(), False
         self._queue.clear()
+        self._search.retry()
         self._staging.forget()
         self._timings.clear()
         self._pause_timings.clear()
