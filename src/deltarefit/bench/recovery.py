@@ -262,6 +262,7 @@ class _Bench:
     def dead_receiver(self) -> float:
         """Seconds that a publish without changes takes longer with a receiver that is registered and dead."""
         with closing(Publisher(self.store, self.model)) as publisher:
+            publisher.publish()  # the first one makes the baseline
             calm = _seconds(publisher.publish)
             log = RunLog.open(self.store)
             self.store.put(member_key("dead"), Member(log.run, "dead", "0" * 16, 1, 1).to_bytes())
