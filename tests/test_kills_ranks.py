@@ -80,9 +80,12 @@ class Watcher(threading.Thread):
             try:
                 target = h.strict_target(self._store)
                 receiver = Receiver(self._store, target, threads=1, poll_s=0.02)
-                while not self._done.is_set():
+                while True:
+                    last = self._done.is_set()  # asked before: the last version may have come just now
                     version = receiver.follow(once=True)
                     self.seen.setdefault(version, h.bits(target))
+                    if last:
+                        return
                     time.sleep(0.02)
             except NotFoundError:
                 time.sleep(0.05)
