@@ -9,7 +9,7 @@ import pytest
 
 from deltarefit.errors import IntegrityError, ProtocolError
 from deltarefit.manifest import Decision, Intent, Mode, Outcome, PayloadRef, ProducerManifest
-from deltarefit.protocol import attempts, coordinator
+from deltarefit.protocol import attempts
 from deltarefit.protocol import messages as m
 from deltarefit.protocol.coordinator import Coordinator, Phase
 from deltarefit.records import Digest
@@ -506,7 +506,6 @@ def test_what_is_sealed_and_adds_up_may_be_staged() -> None:
 
 
 def test_anyone_may_close_an_attempt() -> None:
-    intent = intent_of("me", 3, 1)
-    abort = coordinator.abort_of(intent, "other", "why " * 500)
+    abort = attempts.abort(RUN, 3, 1, "other", "why " * 500)
     assert (abort.decision, abort.attempt, abort.base, abort.nonce) == (Decision.ABORT, 3, 1, "other")
     assert len(abort.reason) == 1000

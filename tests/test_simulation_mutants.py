@@ -23,6 +23,7 @@ from deltarefit.publishing.share import Share
 from deltarefit.receiver import Receiver
 from deltarefit.runlog import RunLog, attempt_key
 from deltarefit.simulation import MODES, Run, run_seed
+from tests.test_mutants import baseline_moves_at_encode
 
 Patch = pytest.MonkeyPatch
 SEEDS = 120
@@ -172,19 +173,6 @@ def commits_without_the_others(patch: Patch) -> None:
         return found
 
     patch.setattr(driving.Driver, "_report_of", report)
-
-
-def baseline_moves_at_encode(patch: Patch) -> None:
-    real = SegmentEncoder.delta
-
-    def encode(self: SegmentEncoder, segment: Any) -> Any:
-        encoded = real(self, segment)
-        piece, start, stop = segment
-        with self._baseline.read(piece, start, stop) as old, self._source.read(piece, start, stop) as new:
-            old[:] = new
-        return encoded
-
-    patch.setattr(SegmentEncoder, "delta", encode)
 
 
 def baseline_stays_behind(patch: Patch) -> None:

@@ -25,7 +25,8 @@ from deltarefit.pieces import whole
 from deltarefit.pipeline import AHEAD_BYTES, MOST_PAYLOAD_BYTES, PAYLOAD_BYTES
 from deltarefit.ports import Baseline, Source, Store, Target
 from deltarefit.protocol import coordinator, producer
-from deltarefit.protocol.attempts import new_digest
+from deltarefit.protocol.attempts import abort, new_digest
+from deltarefit.publishing.creating import create_record
 from deltarefit.publishing.driving import Driver, lost
 from deltarefit.publishing.meeting import meet
 from deltarefit.publishing.polling import Roll, policy_of
@@ -35,7 +36,6 @@ from deltarefit.publishing.share import Options, Share
 from deltarefit.publishing.target_baseline import TargetBaseline
 from deltarefit.publishing.trainers import Closing, Report, Trainers
 from deltarefit.recent import RecentPayloads
-from deltarefit.runlog import attempt_key
 from deltarefit.signing import Signer
 from deltarefit.trust import Trust
 
@@ -178,9 +178,9 @@ class Publisher:
         """After ``KeyboardInterrupt`` and the like in ``publish``: close the attempt that rank 0 left open, if the
         store can be reached, so that nobody waits for it. The next publish would do the same."""
         if (intent := self._opened) is not None and self._trainers.rank == 0:
-            abort = coordinator.abort_of(intent, runtime.token(), "interrupted")
+            outcome = abort(intent.run, intent.attempt, intent.base, runtime.token(), "interrupted")
             with contextlib.suppress(RefitError):
-                self.log.store.create(key := attempt_key(intent.attempt, "outcome"), self.log.bytes_of(key, abort))
+                create_record(self.log, intent.attempt, "outcome", outcome)
 
     def close(self) -> None:
         """Finish what was started; let go of threads, memory and files. May be called twice."""
@@ -241,7 +241,7 @@ class Publisher:
             self._hold(driver, step, held)
             self._trainers.all_ready(driver.step)
             machine = driver.run(self._new_coordinator())
-            if not driver.opened:
+            if not driver.intent:
                 self._trainers.refuse(_lost(machine.number, machine.reason))
             reports = driver.reports
             closing = Closing(
@@ -250,7 +250,7 @@ class Publisher:
                 driver.wire_bytes + sum(report.wire_bytes for report in reports),
             )
         except BaseException as error:
-            if not driver.opened:
+            if not driver.intent:
                 self._trainers.refuse(error)
             raise
         finally:

@@ -52,7 +52,8 @@ class Receiver:
     for lost if its bits are not those that its header claims. A target that holds weights of another run is refused,
     untouched, unless ``switch_run`` says that they may be replaced. So is a live target without a header whose bits
     are neither a version of the run nor the checkpoint that it was started from. With ``trust``, records that none of
-    its keys signed, or may have signed, are refused before they are parsed (``SignatureError``).
+    its keys signed, or may have signed, are refused before they are parsed (``SignatureError``). ``name`` is what it is
+    called among the receivers of the run, whose votes a COMMIT may wait for; by default one that nobody else has.
     """
 
     def __init__(

@@ -279,9 +279,9 @@ class RunLog:
     def head(self) -> Attempt | None:
         """The newest committed attempt, or None."""
         hinted = self.hint().head
-        start = hinted if hinted and self.attempt(hinted).committed else 1
-        newest = None
-        for commit in self.commits(start):
+        known = self.attempt(hinted) if hinted else None
+        newest = known if known and known.committed else None
+        for commit in self.commits(newest.number + 1 if newest else 1):
             newest = commit
         return newest
 

@@ -101,6 +101,11 @@ def check_attempt(attempt: Attempt) -> None:
         raise IntegrityError(f"{where}: digests do not telescope", expected=outcome.digest, found=digest)
 
 
+def abort(run: str, number: int, base: int, nonce: str, reason: str) -> Outcome:
+    """What closes an attempt; anyone may."""
+    return Outcome(run, number, Decision.ABORT, base, Digest(), (), 0, nonce, reason[:1000])
+
+
 def adds_up(attempt: Attempt) -> bool:
     """Everything is sealed and makes one version: what a COMMIT takes, and staging before it. A producer seals before
     anybody has held its part against the others', so a sealed attempt may still be wrong, and end in ABORT."""

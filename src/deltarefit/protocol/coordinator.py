@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from deltarefit.errors import IntegrityError, ProtocolError
 from deltarefit.manifest import Decision, Intent, Mode, Outcome, ProducerManifest
-from deltarefit.protocol.attempts import Attempt, check_lists, check_manifests, new_digest
+from deltarefit.protocol.attempts import Attempt, abort, check_lists, check_manifests, new_digest
 from deltarefit.protocol.messages import (
     Action,
     AttemptRead,
@@ -230,7 +230,7 @@ class Coordinator:
         return replace(self, phase=phase, reason=reason), ()
 
     def _abort_of(self, number: int, base: int, reason: str) -> Outcome:
-        return _abort(self.run, number, base, self.nonce, reason)
+        return abort(self.run, number, base, self.nonce, reason)
 
     def _intent(self) -> Intent:
         return _present(self.intent, "intent")
@@ -240,15 +240,6 @@ class Coordinator:
 
     def _outcome(self) -> Outcome:
         return _present(self.outcome, "outcome")
-
-
-def abort_of(intent: Intent, nonce: str, reason: str) -> Outcome:
-    """What closes an attempt; anyone may."""
-    return _abort(intent.run, intent.attempt, intent.base, nonce, reason)
-
-
-def _abort(run: str, number: int, base: int, nonce: str, reason: str) -> Outcome:
-    return Outcome(run, number, Decision.ABORT, base, Digest(), (), 0, nonce, reason[:1000])
 
 
 def _present(value: T | None, name: str) -> T:

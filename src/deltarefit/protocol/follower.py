@@ -188,7 +188,7 @@ class Follower:
 
     def _dirty(self, attempt: Attempt) -> Step:
         """The header comes first: what an attempt may have written must be known before it writes (lemma 1)."""
-        dirty = replace(self, attempt=attempt, target=attempt.number, mixed=self.mixed or bool(self.target))
+        dirty = replace(self, attempt=attempt, target=attempt.number, mixed=bool(self.target))
         return dirty, (Pause(), WriteHeader(dirty._header(State.DIRTY)))
 
     def _stage(self, attempt: Attempt) -> Step:
@@ -298,7 +298,7 @@ class Follower:
     def _redo(self, event: AttemptRead) -> Step:
         """DIRTY at start. In mode stage nothing is written before COMMIT, so the target must be committed."""
         attempt = event.attempt
-        if attempt.intent is None or not (attempt.outcome or attempt.streams):  # the header is younger than they (F13)
+        if not (attempt.outcome or attempt.streams):  # not visible yet: the header is younger than they (F13)
             return self, (AwaitAttempt(attempt.number),)
         if not (attempt.committed or attempt.streams):
             raise IntegrityError(f"weights are being written to version {attempt.number}, which is not committed")
@@ -315,7 +315,7 @@ class Follower:
         kept, and what overwrites anyway, is staged anew afterwards."""
         found = list(zip(self.refs, event.live, event.kept, strict=True))
         ops = {ref: _op(live, ref) for ref, live, kept in found if kept}
-        if any(_op(live, ref) is Op.SET and not (kept or ref.overwrites) for ref, live, kept in found):
+        if any(_op(live, ref) is Op.SET and not kept for ref, live, kept in found):
             return self._refuse(Phase.STREAMING)
         refs, done = tuple(ops), {ref.sha256 for ref, live, _ in found if live == ref.post}
         writing = replace(self, phase=Phase.WRITING, refs=refs, written=frozenset(done), sets=Op.SET in ops.values())

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deltarefit.errors import ProtocolError
-from deltarefit.manifest import Decision, Intent, Outcome, ProducerManifest
+from deltarefit.manifest import Intent, Outcome, ProducerManifest
+from deltarefit.protocol.attempts import abort
 from deltarefit.protocol.messages import (
     Action,
     AttemptRead,
@@ -31,7 +32,6 @@ from deltarefit.protocol.messages import (
     ReadManifest,
     allowed,
 )
-from deltarefit.records import Digest
 
 
 class Phase(enum.Enum):
@@ -105,10 +105,8 @@ class Producer:
         return failing._abort()
 
     def _abort(self) -> Step:
-        intent, zero = self.intent, Digest()
-        abort = Decision.ABORT
-        outcome = Outcome(intent.run, intent.attempt, abort, intent.base, zero, (), 0, self.nonce, self.reason)
-        return self, (CreateOutcome(outcome),)
+        intent = self.intent
+        return self, (CreateOutcome(abort(intent.run, intent.attempt, intent.base, self.nonce, self.reason)),)
 
     def _closed(self, event: Event) -> Step:
         """Ours or another's ABORT, or a COMMIT that came first: the register decides, so read it."""

@@ -37,7 +37,7 @@ MAY_FAIL = (m.Encode, m.CreateManifest, m.ReadManifest, m.Gather, m.Poll, m.Awai
 
 
 class Driver:
-    """One attempt of one rank. ``reports`` are what was gathered (rank 0), or this rank's own; ``opened`` once all
+    """One attempt of one rank. ``reports`` are what was gathered (rank 0), or this rank's own; ``intent`` once all
     have been told of an attempt; ``wire_bytes`` are those of the records written here."""
 
     def __init__(
@@ -54,7 +54,6 @@ class Driver:
         self.step = 0
         self._looked_at = 0.0
         self.reports: list[Report] = []
-        self.opened = False
         self.intent: Intent | None = None
         self.wire_bytes = 0
 
@@ -120,11 +119,10 @@ class Driver:
 
     def _encode(self, intent: Intent) -> m.Event:
         if self._trainers.rank == 0:
-            self.intent = intent
             self._trainers.open(intent)
             if self._policy is not None and intent.base:
                 self._roll.look()  # who is silent from here on has been so all the while
-        self.opened = True
+        self.intent = intent
         self._share.watch = lambda: self._stop_if_decided(intent.attempt)
         self.reports = [self._share.make(intent, self.step, self._taken)]
         return m.Encoded(self.reports[0].manifest)
@@ -144,7 +142,9 @@ class Driver:
 
     def _poll(self, action: m.Poll) -> m.Event:
         """Rank 0: wait until the policy is content, or the deadline of all waits is over."""
-        number, policy = action.intent.attempt, self._policy or Policy(0)
+        number, policy = action.intent.attempt, self._policy
+        if policy is None:
+            return m.Polled((), ())
         held = Held.APPLIED if action.intent.mode is Mode.STREAM else Held.STAGED
         ballot = Ballot(self._log, self._roll, number, action.manifests, held)
         until = runtime.now() + self._trainers.deadline_s

@@ -49,7 +49,9 @@ class Roll:
     """The receivers of a run as one trainer sees them, publish after publish."""
 
     def __init__(self, log: RunLog) -> None:
-        self._log, self._looked, self._at = log, False, 0.0
+        self._log, self._at = log, 0.0
+        self.known = False
+        """Whether the roll could be read at all yet: nobody there and nobody seen are two things."""
         self._seen: dict[str, _Seen] = {}
 
     def look(self) -> None:
@@ -61,7 +63,7 @@ class Roll:
                 del self._seen[name]
             with runtime.executor(LOOKS, "roll") as pool:
                 side_by_side(pool, self._note, [name for name in names if RECEIVER.fullmatch(name)])
-            self._looked = True
+            self.known = True
 
     def _note(self, name: str) -> None:
         with contextlib.suppress(RefitError):
@@ -71,11 +73,6 @@ class Roll:
             sign = (member.incarnation, member.beat)
             if name not in self._seen or self._seen[name].sign != sign:
                 self._seen[name] = _Seen(sign, self._at)
-
-    @property
-    def known(self) -> bool:
-        """Whether the roll could be read at all yet: nobody there and nobody seen are two things."""
-        return self._looked
 
     def living(self) -> dict[str, bool]:
         """Registered receivers, and whether they gave a sign of life lately, when that was last looked for."""

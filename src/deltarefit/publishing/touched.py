@@ -32,9 +32,6 @@ class Touched:
     def __init__(self) -> None:
         self._bits: dict[int, npt.NDArray[np.uint8]] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._bits)
-
     def add(self, piece: int, length: int, index: Index) -> None:
         """Ascending elements ``index`` of a piece of ``length``."""
         bits = self._bits.setdefault(piece, np.zeros(-(-length // 8), np.uint8))
