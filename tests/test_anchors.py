@@ -11,6 +11,7 @@ import pytest
 
 from deltarefit import MemoryBaseline, Receiver, runtime
 from deltarefit.anchoring import write_anchor
+from deltarefit.anchors import check_complete
 from deltarefit.errors import (
     AlreadyExistsError,
     AttemptLostError,
@@ -20,12 +21,14 @@ from deltarefit.errors import (
     UsageError,
 )
 from deltarefit.manifest import Hint
+from deltarefit.ports import Store
 from deltarefit.protocol.messages import AnchorLoaded
 from deltarefit.records import Digest
 from deltarefit.retention import PINS, Doomed, Tombstone, tomb_key, version_of
 from deltarefit.runlog import RunLog, anchor_prefix
 from deltarefit.stores.wrappers import Fault, Faulty, Kind
 from tests import helpers as h
+from tests import killing as k
 
 Harm = Callable[[h.Chain, int], None]
 
@@ -199,6 +202,86 @@ def test_of_two_writers_the_first_wins_and_both_are_right(chain: h.Chain, other:
             chain.store.delete(key)
     assert h.followed(chain.store, target) == chain.head
     assert h.bits(target) == chain.history[chain.head]
+
+
+class Halving(k.KillingStore):
+    """Keeps half of each payload that is uploaded, and tells nobody."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store, k.Fuse(1 << 60))
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        super().put(key, bytes(data)[: len(data) // 2] if "/pl/" in key else data)
+
+    def create(self, key: str, data: bytes) -> None:
+        super().create(key, data[: len(data) // 2] if "/pl/" in key else data)
+
+
+def test_what_a_writer_saw_whole_no_other_one_cuts_short(chain: h.Chain) -> None:
+    """Its record is on its way when another writer uploads the same payloads."""
+
+    def rival() -> None:
+        write_anchor(Halving(chain.store), MemoryBaseline(), payload_bytes=300)
+
+    with runtime.using(At("anchor seal", rival)):
+        write_anchor(chain.store, MemoryBaseline(), payload_bytes=300)
+    anchor = RunLog.open(chain.store).anchor(chain.head)
+    assert anchor is not None
+    check_complete(RunLog.open(chain.store), anchor, deep=True)
+
+
+class Watching(k.KillingStore):
+    """Notes what is written to, and keeps some payloads from being found by one read."""
+
+    def __init__(self, store: Store, hidden: tuple[str, ...] = ()) -> None:
+        super().__init__(store, k.Fuse(1 << 60))
+        self.puts: list[str] = []
+        self.creates: list[str] = []
+        self._hidden = list(hidden)
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self.puts.append(key)
+        super().put(key, data)
+
+    def create(self, key: str, data: bytes) -> None:
+        self.creates.append(key)
+        super().create(key, data)
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        if key in self._hidden:
+            self._hidden.remove(key)
+            raise NotFoundError(f"{key} is not there")
+        return super().get(key, start, length)
+
+
+def left_by_a_dead_writer(chain: h.Chain) -> list[str]:
+    """Payloads of the head's anchor, without its record."""
+    write_anchor(chain.store, MemoryBaseline(), payload_bytes=300)
+    chain.store.delete(anchor_prefix(chain.head) + "anchor")
+    return objects_of(chain, chain.head, "pl")
+
+
+@pytest.mark.parametrize("how", [flip, lambda data: data[:-1], lambda data: data + b"x"], ids=["bad", "short", "long"])
+def test_of_what_a_dead_writer_left_only_what_is_damaged_is_written_again(
+    chain: h.Chain, how: Callable[[bytes], bytes]
+) -> None:
+    keys, store = left_by_a_dead_writer(chain), Watching(chain.store)
+    chain.store.put(keys[0], how(chain.store.get(keys[0])))
+    assert write_anchor(store, MemoryBaseline(), payload_bytes=300).created
+    assert len(keys) > 1
+    assert [key for key in (*store.puts, *store.creates) if key in keys] == keys[:1]
+    log = RunLog.open(chain.store)
+    anchor = log.anchor(chain.head)
+    assert anchor is not None
+    check_complete(log, anchor, deep=True)
+
+
+def test_a_payload_that_is_not_seen_yet_is_not_put_over(chain: h.Chain) -> None:
+    keys = left_by_a_dead_writer(chain)
+    store = Watching(chain.store, hidden=tuple(keys))
+    assert write_anchor(store, MemoryBaseline(), payload_bytes=300).created
+    assert sorted(key for key in store.creates if key in keys) == keys
+    assert not set(store.puts) & set(keys)
 
 
 def test_a_writer_that_finds_other_bits_than_its_own_says_so(chain: h.Chain) -> None:

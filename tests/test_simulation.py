@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -15,12 +16,13 @@ import pytest
 from deltarefit import runtime
 from deltarefit.cli import main
 from deltarefit.errors import AlreadyExistsError, NotFoundError, UnavailableError
-from deltarefit.manifest import Header, State
+from deltarefit.manifest import Decision, Header, Intent, Mode, Outcome, State
 from deltarefit.protocol import follower as f
 from deltarefit.protocol import messages as m
 from deltarefit.publishing import trainers as meetings
 from deltarefit.records import Digest, Record
 from deltarefit.retention import Doomed, tomb_key
+from deltarefit.runlog import attempt_key
 from deltarefit.simulation import HEALING, MODES, UNLIMITED, run_seed, run_seeds
 from deltarefit.simulation.model import CATALOG, new_model, part_of, shared_out, trained
 from deltarefit.simulation.oracle import Oracle
@@ -273,6 +275,44 @@ def test_a_replaced_create_once_object_is_a_failure() -> None:
         client.put("k", b"two")
 
     assert "replaced" in played(main_).failures[0]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_payload_that_becomes_less_is_a_failure(whole: bool) -> None:
+    """Half of one may be replaced by all of it, and not the other way round."""
+    data = b"all of it"
+    key = f"anchor/0000000001/pl/{hashlib.sha256(data).hexdigest()}"
+    first, then = (data, data[:4]) if whole else (data[:4], data)
+
+    def main_(process: Process) -> None:
+        client = Client(Shelf(process.world, StoreFaults()), process, "p")
+        client.create(key, first)
+        client.put(key, then)
+
+    assert ["was whole" in failure for failure in played(main_).failures] == [True] * whole
+
+
+@pytest.mark.parametrize("verb", ["put", "create"])
+def test_half_of_a_payload_is_stored_whichever_way(verb: str) -> None:
+    def main_(process: Process) -> None:
+        shelf = Shelf(process.world, StoreFaults(short=1.0))
+        getattr(Client(shelf, process, "p"), verb)("a/0000000001/pl/0", b"1234")
+        getattr(Client(shelf, process, "p"), verb)("other", b"1234")
+        assert shelf.objects == {"a/0000000001/pl/0": b"12", "other": b"1234"}
+
+    played(main_)
+
+
+@pytest.mark.parametrize(("mode", "adrift"), [(Mode.STREAM, 3), (Mode.STAGE, 0)])
+def test_the_oracle_knows_who_waits_for_another_attempt(mode: Mode, adrift: int) -> None:
+    world = World("0")
+    oracle = Oracle(world)
+    oracle.shelf = shelf = Shelf(world, StoreFaults(), landed=oracle.landed)
+    intent = Intent("0" * 32, 3, 0, Digest(), mode, "i")
+    shelf.create(attempt_key(3, "intent"), intent.to_bytes())
+    shelf.create(attempt_key(3, "outcome"), Outcome("0" * 32, 3, Decision.ABORT, 0, Digest(), (), 0, "o").to_bytes())
+    assert oracle.adrift == adrift
+    assert not world.failures
 
 
 def test_reads_are_damaged_and_the_object_is_not() -> None:

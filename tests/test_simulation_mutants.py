@@ -26,7 +26,7 @@ from deltarefit.simulation import MODES, Run, run_seed
 from tests.test_mutants import baseline_moves_at_encode
 
 Patch = pytest.MonkeyPatch
-SEEDS = 120
+SEEDS = 200
 """A mutant is dead within so many, each in both modes."""
 
 
@@ -240,6 +240,11 @@ def prunes_unannounced(patch: Patch) -> None:
     patch.setattr("deltarefit.pruning._Pruning._condemn", lambda self, plan, floor: None)
 
 
+def anchors_are_put_over(patch: Patch) -> None:
+    """A writer of an anchor uploads what is there already."""
+    patch.setattr("deltarefit.anchoring._KeepsWhole", lambda store: store)
+
+
 def base_is_any_attempt(patch: Patch) -> None:
     """The coordinator takes the last attempt for the base, whatever became of it."""
 
@@ -282,6 +287,7 @@ MUTANTS: list[Callable[[Patch], None]] = [
     dead_ranks_are_waited_for,
     prunes_what_is_needed,
     prunes_unannounced,
+    anchors_are_put_over,
     base_is_any_attempt,
     believes_answerless_creates,
     nonces_are_not_compared,

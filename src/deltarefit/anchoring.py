@@ -9,6 +9,8 @@ hashes.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from deltarefit.anchors import read_files, seal_anchor
@@ -70,7 +72,7 @@ def write_anchor(
         pin = CatchUpPin(log, "anchor", emit)  # what is not sealed yet looks like what a dead writer left
         try:
             pin.hold(version)
-            upload = Upload(store, anchor_prefix(version) + "pl/", payload_bytes)
+            upload = Upload(_KeepsWhole(store), anchor_prefix(version) + "pl/", payload_bytes)
             refs = _upload(log, baseline, version, upload, threads, _heard(pin, emit))
             anchor, created = _sealed(log, log.version(version), refs)
         finally:
@@ -150,6 +152,45 @@ def _side_files(log: RunLog) -> dict[str, bytes]:
     if errors:
         raise errors[0]
     raise NotFoundError("the run has no anchor to take side files from", next_step="Publish to a new store.")
+
+
+class _KeepsWhole:
+    """``ports.Store`` over another that never puts a payload over the same one. Of what several writers have in
+    common, and one that died among them, the record may be there already, or on its way: what they saw whole must not
+    become less because a later upload is cut short."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        try:
+            for _ in range(2):  # what was read may have been damaged on its way
+                if self._store.get(key, 0, len(data) + 1) == data:
+                    return
+        except NotFoundError:
+            with suppress(AlreadyExistsError):  # another writer's by now; its length is looked at before the record
+                self._store.create(key, bytes(data))
+        else:
+            self._store.put(key, data)
+
+    def create(self, key: str, data: bytes) -> None:
+        self._store.create(key, data)
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        return self._store.get(key, start, length)
+
+    def size(self, key: str) -> int:
+        return self._store.size(key)
+
+    def list(self, prefix: str = "") -> Iterator[tuple[str, int]]:
+        return self._store.list(prefix)
+
+    def delete(self, key: str) -> None:
+        self._store.delete(key)
 
 
 def _anchored(log: RunLog, anchor: Anchor, *, created: bool) -> Anchored:

@@ -200,7 +200,8 @@ class Follower:
 
     def _staged(self, event: Staged) -> Step:
         if not self._fits(event.sums):
-            return self._refuse(Phase.STAGED)
+            # it adds up, and sets all that streams left: DIRTY, ours are wrong, and would refuse what follows, too
+            return self._lost() if self.target else self._refuse(Phase.STAGED)
         staged = replace(self, phase=Phase.STAGED)
         if self._attempt().outcome is None:  # it may have been decided meanwhile
             return staged, (ReadAttempt(self._attempt().number),)

@@ -9,7 +9,7 @@ import numpy as np
 
 from deltarefit.digest import array_digest, catalog_keys
 from deltarefit.elements import Elements
-from deltarefit.manifest import Anchor, Decision, Intent, Outcome, PayloadRef, ProducerManifest, Run, State
+from deltarefit.manifest import Anchor, Decision, Intent, Mode, Outcome, PayloadRef, ProducerManifest, Run, State
 from deltarefit.publisher import Published
 from deltarefit.records import Digest
 from deltarefit.retention import Doomed, tomb_key
@@ -31,6 +31,9 @@ class Oracle:
         """Step by committed version, in the order in which they were committed."""
         self.refused: set[int] = set()
         """Steps whose publishers were told that nothing was committed."""
+        self.adrift = 0
+        """The newest attempt of mode stream that was aborted. While it is newer than the head, receivers may stand
+        still, and rightly: only the next attempt brings them back."""
 
     @property
     def head(self) -> int:
@@ -48,6 +51,8 @@ class Oracle:
             outcome = Outcome.from_bytes(data, key)
             if outcome.decision is Decision.COMMIT:
                 self._judge_commit(outcome)
+            elif Intent.from_bytes(self._object(attempt_key(outcome.attempt, "intent"))).mode is Mode.STREAM:
+                self.adrift = max(self.adrift, outcome.attempt)
         elif key.endswith("/anchor"):
             self._judge_anchor(Anchor.from_bytes(data, key))
 

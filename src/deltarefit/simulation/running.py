@@ -108,8 +108,10 @@ class Play:
 
     def _look(self, since: float) -> None:
         """Whether all is well again, and whether it takes too long."""
-        world = self.world
-        if self.trainers[0].done and all(receiver.at_head for receiver in self.receivers):
+        world, trainer = self.world, self.trainers[0]
+        if trainer.done and self.oracle.adrift > self.oracle.head:
+            trainer.again()
+        if trainer.done and all(receiver.at_head for receiver in self.receivers):
             self.healed_s = world.now - since
             world.stop()
         elif world.now - since > self.scenario.bound_s:

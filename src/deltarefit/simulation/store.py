@@ -6,6 +6,7 @@ carried out and not answered, may be carried out later than it was given up, and
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -55,14 +56,19 @@ class Shelf:
     outages: dict[str, float] = field(default_factory=dict)
 
     def put(self, key: str, data: bytes) -> None:
-        if key in self.once and self.objects.get(key) != data:
-            self.world.fail(f"the create-once object {key} was replaced")
+        before = self.objects.get(key)
+        if before not in (None, data):
+            if key in self.once:
+                self.world.fail(f"the create-once object {key} was replaced")
+            elif _whole(key, before):  # a record may name it, or be on its way to
+                self.world.fail(f"{key} was whole, and is not any more")
         self._place(key, data)
 
     def create(self, key: str, data: bytes) -> None:
         if key in self.objects:
             raise AlreadyExistsError(f"{key} is taken")
-        self.once.add(key)
+        if not _is_payload(key):  # half of one may be replaced by all of it
+            self.once.add(key)
         self._place(key, data)
 
     def _place(self, key: str, data: bytes) -> None:
@@ -86,6 +92,15 @@ class Shelf:
         return self.world.now >= max(self.outages.get("", 0.0), self.outages.get(client, 0.0))
 
 
+def _is_payload(key: str) -> bool:
+    return "/pl/" in key
+
+
+def _whole(key: str, data: bytes) -> bool:
+    """Whether a payload is what its key says."""
+    return _is_payload(key) and hashlib.sha256(data).hexdigest() == key.rpartition("/")[2]
+
+
 class Client:
     """``ports.Store`` of one process; ``place`` names it in outages."""
 
@@ -98,15 +113,12 @@ class Client:
         return "sim://store"
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        whole = bytes(data)
-        short = "/pl/" in key and self._world.chance(self._faults.short)
-        if short:
-            self._world.note(self._process.name, f"fault: {key} is stored short")
-            whole = whole[: len(whole) // 2]
-        self._call("put", key, lambda: self._shelf.put(key, whole), changes=True, once=short)
+        stored, short = self._arriving(key, bytes(data))
+        self._call("put", key, lambda: self._shelf.put(key, stored), changes=True, once=short)
 
     def create(self, key: str, data: bytes) -> None:
-        self._call("create", key, lambda: self._shelf.create(key, data), changes=True)
+        stored, short = self._arriving(key, data)
+        self._call("create", key, lambda: self._shelf.create(key, stored), changes=True, once=short)
         if self._world.chance(self._faults.again):
             raise AlreadyExistsError(f"{key} is taken")
 
@@ -126,6 +138,13 @@ class Client:
         self._call("delete", key, lambda: self._shelf.delete(key), changes=True)
 
     # ------------------------------------------------------------------------------------ the way there and back
+
+    def _arriving(self, key: str, data: bytes) -> tuple[bytes, bool]:
+        """What the store will hold of an object, and whether that is half of it."""
+        if not _is_payload(key) or not self._world.chance(self._faults.short):
+            return data, False
+        self._world.note(self._process.name, f"fault: {key} is stored short")
+        return data[: len(data) // 2], True
 
     def _call(self, verb: str, key: str, effect: Callable[[], T], *, changes: bool = False, once: bool = False) -> T:
         world, process = self._world, self._process

@@ -60,6 +60,14 @@ class Trainer:
         self._starts += 1
         self.team = Team(self, self._starts, ranks)
 
+    def again(self) -> None:
+        """A job that has ended is started once more. Somebody else, a rival or a hung rank of its own that woke up
+        late, has opened an attempt after its last COMMIT and aborted it; in mode stream whoever wrote some of it waits
+        for the next attempt, and nobody else is there to open one."""
+        self.world.note(self.name, "is started again: an attempt was aborted after its last version")
+        self.done = self.committed_after_faults = False
+        self.start()
+
     def more(self) -> bool:
         """Whether it publishes again. A rival ends with the faults."""
         if self.main and self.scenario.mode == HEALING:
