@@ -16,22 +16,36 @@ LAYERS: dict[str, int] = {
     "records": 1, "manifest": 1, "pieces": 1, "codec": 1, "catalogs": 1, "apart": 1, "digest": 1, "protocol": 1,
     "safetensors_layout": 1,
     "affine": 1, "signing": 1, "trust": 1, "retention": 1,
+    "storekeys": 1, "relay_api": 1, "tree": 1, "addresses": 1,
     "ports": 2, "baseline": 2, "events": 2, "localfiles": 2, "exchange": 2, "tracing": 2, "pool": 2,
-    "runtime": 2, "createonce": 2, "keyfiles": 2,
+    "runtime": 2, "createonce": 2, "keyfiles": 2, "tls": 2, "treefiles": 2,
     "sources": 3, "targets": 3, "stores": 3,
     "notary": 2,
     "weights": 3, "landing": 3, "runlog": 3, "recent": 3,
     "pins": 3, "pruning": 3, "composition": 3, "advice": 3,
     "attendance": 3, "beginning": 3,
     "anchors": 3, "anchoring": 3, "staging": 3, "asof": 3, "pipeline": 3, "receiver": 3,
-    "publisher": 3, "publishing": 3,
+    "publisher": 3, "publishing": 3, "relay": 3,
     "cli": 4, "demo": 4, "bench": 4, "testing": 4, "doctor": 4, "compare": 4, "verify": 4, "inspection": 4,
-    "simulation": 4,
+    "simulation": 4, "ray": 4,
 }  # fmt: skip
 ADAPTERS = {"sources", "targets", "stores"}
 PATHS = {name for name, layer in LAYERS.items() if layer == 3} - ADAPTERS
-HEAVY = {"torch", "transformers", "obstore", "vllm", "sglang", "megatron", "gguf", "triton", "reasoning_gym"}
-HEAVY_ROOMS = ADAPTERS | {"demo", "bench", "tracing"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "obstore",
+    "vllm",
+    "sglang",
+    "megatron",
+    "gguf",
+    "triton",
+    "reasoning_gym",
+    "aiohttp",
+    "urllib3",
+    "ray",
+}
+HEAVY_ROOMS = ADAPTERS | {"demo", "bench", "tracing", "relay", "ray"}
 PURE_FORBIDDEN = {"os", "time", "logging", "socket", "pathlib", "io", "subprocess", "threading", "random", "secrets"}
 
 

@@ -20,12 +20,14 @@ from deltarefit.trust import Role, Trust, merged, parse_trust
 FORMAT = "deltarefit-key/1"
 MAX_KEY_FILE = 64 << 10
 MAX_TRUST_FILE = 16 << 20
+_MODES = {0o077: ("600", "read"), 0o007: ("640", "read"), 0o002: ("644", "change")}
+"""For bits that a file's mode must not have: the mode to give it, and what others may do with it now."""
 
 
 def read_signer(path: str | os.PathLike[str]) -> Signer:
     """The key in a key file. ``UsageError`` if others may read the file, or if it is none; no error shows content."""
     path = Path(path)
-    body = _parsed(_read(path, MAX_KEY_FILE, 0o077), path)
+    body = _parsed(read_guarded(path, MAX_KEY_FILE, 0o077), path)
     if set(body) != {"format", "id", "kind", "secret"} or body["format"] != FORMAT:
         raise UsageError(f"{path} is not a key file", expected=f"format {FORMAT}", next_step="deltarefit keygen DIR")
     kind = next((kind for kind in Kind if kind.value == body["kind"]), None)
@@ -61,30 +63,9 @@ def new_key(directory: Path, kind: Kind, key: str) -> tuple[Path, Path]:
     return key_path, trust_path
 
 
-def _one(path: Path) -> Trust:
-    def read_secret(name: str) -> Secret:
-        signer = read_signer(path.parent / name)
-        if signer.kind is not Kind.HMAC:
-            raise UsageError(f"{path} takes {name} for an HMAC key", found=signer.kind.value)
-        return signer.secret
-
-    return parse_trust(_read(path, MAX_TRUST_FILE, 0o002).decode("utf-8", "replace"), read_secret, str(path))
-
-
-def _create(path: Path, text: str, mode: int) -> None:
-    try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    except FileExistsError:
-        step = "Choose another name. A key that is in use must not be lost."
-        raise UsageError(f"{path} is there already", next_step=step) from None
-    with os.fdopen(handle, "w", encoding="ascii") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(handle)
-
-
-def _read(path: Path, most: int, forbidden: int) -> bytes:
-    """A small file, whose mode has none of the bits ``forbidden``: looked at when it is open, to be the same."""
+def read_guarded(path: Path, most: int, forbidden: int) -> bytes:
+    """A small file, whose mode has none of the bits ``forbidden``: looked at when it is open, to be the same. Raises
+    ``UsageError``, ``NotFoundError`` if there is none; no error shows content."""
     with disk_errors(f"cannot read {path}"):
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(handle, "rb") as file:
@@ -99,8 +80,30 @@ def _read(path: Path, most: int, forbidden: int) -> bytes:
     return data
 
 
+def _one(path: Path) -> Trust:
+    def read_secret(name: str) -> Secret:
+        signer = read_signer(path.parent / name)
+        if signer.kind is not Kind.HMAC:
+            raise UsageError(f"{path} takes {name} for an HMAC key", found=signer.kind.value)
+        return signer.secret
+
+    return parse_trust(read_guarded(path, MAX_TRUST_FILE, 0o002).decode("utf-8", "replace"), read_secret, str(path))
+
+
+def _create(path: Path, text: str, mode: int) -> None:
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except FileExistsError:
+        step = "Choose another name. A key that is in use must not be lost."
+        raise UsageError(f"{path} is there already", next_step=step) from None
+    with os.fdopen(handle, "w", encoding="ascii") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(handle)
+
+
 def _refuse_mode(path: Path, mode: int, forbidden: int) -> None:
-    wanted, who = ("600", "read") if forbidden == 0o077 else ("644", "change")
+    wanted, who = _MODES[forbidden]
     raise UsageError(
         f"others may {who} {path}",
         expected=f"mode {wanted}",

@@ -63,11 +63,12 @@ class Notary:
         keys that are bound to tensors. Raises ``FormatError`` and, with ``trust``, ``SignatureError``."""
         most = _SMALL.get(kind, MAX_RECORD_BYTES) + MAX_SIGNATURE_BYTES
         try:
-            return self._checked(kind, get(store, place, most), most, place, run, catalog)
+            return self.checked(kind, get(store, place, most), most, place, run, catalog)
         except (FormatError, SignatureError):
-            return self._checked(kind, get(store, place, most), most, place, run, catalog)
+            return self.checked(kind, get(store, place, most), most, place, run, catalog)
 
-    def _checked(self, kind: type[R], data: bytes, most: int, place: str, run: str, catalog: Catalog | None) -> R:
+    def checked(self, kind: type[R], data: bytes, most: int, place: str, run: str, catalog: Catalog | None = None) -> R:
+        """The record in ``data``, at most ``most`` bytes with its signature. Raises as ``read`` does."""
         if len(data) > most:
             raise FormatError(f"{place}: too large", expected=f"<= {most} bytes")
         plain, line = split_signature(data, place)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from deltarefit.elements import Elements
@@ -49,6 +50,26 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove the object; a missing one is no error."""
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """A store that tells of new objects before anybody asks for them. Hints: one that is missed costs time only."""
+
+    def news(self, after: str, seconds: float) -> tuple[str, Sequence[tuple[str, int]]]:
+        """(cursor, (key, size) of objects that appeared) since cursor ``after`` ("": from now on); waits up to
+        ``seconds`` for the first. A cursor that the store does not know any more begins anew."""
+
+    def wait(self, key: str, seconds: float) -> bool:
+        """Whether the object is there, or has become so within ``seconds``."""
+
+
+@runtime_checkable
+class LocalFiles(Protocol):
+    """A store whose objects are files on this machine."""
+
+    def file(self, key: str) -> Path | None:
+        """Where a whole, durable object lies, to be opened at once and only read; None if there is none."""
 
 
 class Spool(Protocol):

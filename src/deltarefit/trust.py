@@ -36,6 +36,7 @@ from deltarefit.signing import (
     fits_hmac,
     message,
 )
+from deltarefit.tree import Tree
 
 FORMAT = "deltarefit-trust/1"
 _STEP = "Ask whoever runs the trainer which keys sign this run; do not follow it before that is clear."
@@ -45,7 +46,7 @@ class Role(str, enum.Enum):
     """What a key may sign. Any trusted key may ABORT: that loses a publish, and never bits."""
 
     COORDINATOR = "coordinator"
-    """The run, intents, COMMIT, the end of a dead producer's list, anchors."""
+    """The run, intents, COMMIT, the end of a dead producer's list, anchors, the tree of relays."""
     PRODUCER = "producer"
     """Manifests and batches of its own producers and tensors."""
     ANCHOR = "anchor"
@@ -115,7 +116,8 @@ class Trust:
             what = f"{place}: the signature does not fit"
             found = f"changed bytes, another place or another run, or not a {key.kind.value} key"
             raise _refused(what, expected=f"one by {key.key}", found=found)
-        if not key.valid_at(attempt := _attempt_of(place)):
+        attempt = _attempt_of(place)
+        if attempt is not None and not key.valid_at(attempt):
             last = "" if key.last_attempt is None else key.last_attempt
             what = f"{place}: key {key.key} may not sign for attempt {attempt}"
             raise _refused(what, expected=f"attempts {key.first_attempt}..{last}")
@@ -123,7 +125,7 @@ class Trust:
 
     def allow(self, key: TrustedKey, record: Record, place: str, catalog: Catalog | None) -> None:
         """``SignatureError`` if ``key`` signed what it may not."""
-        if isinstance(record, Run) and self.run not in (None, record.run):
+        if isinstance(record, Run | Tree) and record.run and self.run not in (None, record.run):
             raise _refused("a run that is not the trusted one", expected=self.run, found=record.run)
         if not _has_role(key, record):
             held = ", ".join(sorted(role.value for role in key.roles)) or "no role"
@@ -155,7 +157,7 @@ def _has_role(key: TrustedKey, record: Record) -> bool:
     if isinstance(record, ProducerManifest | Batch):
         mine = key.producers is None or record.producer in key.producers
         return mine and Role.PRODUCER in key.roles
-    return coordinator and isinstance(record, Run | Intent)
+    return coordinator and isinstance(record, Run | Intent | Tree)
 
 
 def _check_tensors(key: TrustedKey, payloads: tuple[PayloadRef, ...], place: str, catalog: Catalog | None) -> None:
@@ -175,8 +177,11 @@ def _within(tensors: tuple[int, int] | str, ref: PayloadRef, catalog: Catalog | 
     return tensors[0] <= ref.first and ref.last <= tensors[1]
 
 
-def _attempt_of(place: str) -> int:
+def _attempt_of(place: str) -> int | None:
+    """None for trees of relays, which have epochs and belong to no attempt."""
     parts = place.split("/")
+    if parts[0] == "tree":
+        return None
     return int(parts[1]) if len(parts) > 2 and parts[1].isdecimal() else 1
 
 

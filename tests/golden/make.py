@@ -37,6 +37,7 @@ from deltarefit.manifest import (
     Vote,
 )
 from deltarefit.records import Digest, Record
+from deltarefit.tree import Tree, TreeRelay
 from tests import oracle
 
 HERE = Path(__file__).parent
@@ -142,6 +143,17 @@ RECORDS: dict[str, Record] = {
         RUN, 12, Decision.COMMIT, 9, Digest(5, 6), (SHA,), 1, "ab" * 16, "", ("node-7",), ("node-8",)
     ),
     "hint": Hint(12, 1),
+    "tree": Tree(
+        RUN,
+        3,
+        2,
+        ("s3://bucket/run7", "https://mirror.example:8470"),
+        (
+            TreeRelay("site-a", "https://10.0.0.1:8470"),
+            TreeRelay("site-b", "https://[2001:db8::1]:9000"),
+            TreeRelay("rack_1", "http://rack1.site-a.example:8470"),
+        ),
+    ),
     "header": Header(RUN, SHA, State.DIRTY, 9, 12, Digest(3, 4), 0, "0123456789abcdef"),
 }
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from deltarefit.cli import following, history, keys, proofs, publishing, simulating, tools, upkeep
+from deltarefit.cli import following, history, keys, proofs, publishing, relaying, simulating, tools, trees, upkeep
 from deltarefit.cli.verbs import app, run
 
 __all__ = ["app", "main"]
 
-_VERBS = (publishing, following, history, proofs, upkeep, keys, simulating, tools)
+_VERBS = (publishing, following, history, proofs, upkeep, keys, relaying, trees, simulating, tools)
 """Importing them has registered their verbs."""
 _ORDER = (
-    "publish", "follow", "log", "show", "compare", "verify", "anchor", "prune", "keygen", "doctor", "simulate", "demo"
+    "publish", "follow", "log", "show", "compare", "verify", "anchor", "prune",
+    "keygen", "relay", "tree", "doctor", "simulate", "demo",
 )  # fmt: skip
 
 app.registered_commands.sort(key=lambda command: _ORDER.index(command.name or ""))  # as the help lists them

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from deltarefit.errors import UsageError
-from deltarefit.stores.keys import check_prefix
+from deltarefit.storekeys import check_prefix
 from deltarefit.stores.limits import Limits
 
 if TYPE_CHECKING:

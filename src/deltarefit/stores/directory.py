@@ -20,6 +20,7 @@ from pathlib import Path
 
 from deltarefit.errors import AlreadyExistsError, RefitError, UnavailableError, UsageError
 from deltarefit.localfiles import fsync_directory, write_new
+from deltarefit.storekeys import check_key, check_prefix, check_range, flat, is_key, missing
 from deltarefit.stores.disk import (
     disk_errors,
     file_size,
@@ -27,7 +28,6 @@ from deltarefit.stores.disk import (
     place,
     read_range,
 )
-from deltarefit.stores.keys import check_key, check_prefix, check_range, flat, is_key, missing
 
 _TMP = "~tmp"
 _STALE_S = 24 * 3600.0

@@ -19,7 +19,7 @@ from obstore.exceptions import GenericError
 from obstore.store import AzureStore, GCSStore, MemoryStore, S3Store
 
 from deltarefit.errors import AlreadyExistsError, NotFoundError, UnavailableError
-from deltarefit.stores.keys import check_key, check_prefix, check_range, flat, is_key
+from deltarefit.storekeys import check_key, check_prefix, check_range, flat, is_key
 from deltarefit.stores.limits import Limits
 from deltarefit.stores.remote_errors import Place, guarded, out_of_range
 

@@ -16,7 +16,7 @@ from obstore.exceptions import AlreadyExistsError as NativeExists
 from obstore.exceptions import BaseError, PreconditionError
 
 from deltarefit.errors import AlreadyExistsError, RefitError, StorageFullError, UnavailableError, UsageError
-from deltarefit.stores.keys import missing
+from deltarefit.storekeys import missing
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]{1,80})</Code>")

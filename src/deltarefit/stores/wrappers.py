@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from deltarefit.errors import NotFoundError, StorageFullError, UnavailableError
 from deltarefit.ports import Store
-from deltarefit.stores.keys import check_key, check_prefix
+from deltarefit.storekeys import check_key, check_prefix
 
 _T = TypeVar("_T")
 

@@ -1,0 +1,132 @@
+"""Bytes of files on their way to a client, the kernel copying them, as far as they have arrived."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from aiohttp import web
+
+from deltarefit.errors import RefitError
+from deltarefit.relay.arriving import Arrival
+from deltarefit.relay.budgets import Budgets
+from deltarefit.relay.meter import Meter
+
+SLICE_BYTES = 8 << 20
+"""Sent between two looks at the peer's budget."""
+ARRIVAL_S = 120.0
+"""Longest wait for the next bytes from above while a client holds on."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bytes [start, stop) of an object of ``size`` bytes (None: not known), ``partial`` if a range was asked for."""
+
+    start: int
+    stop: int
+    size: int | None
+    partial: bool
+
+    @classmethod
+    def of(cls, start: int, length: int | None, size: int, *, partial: bool) -> Range:
+        """As far as an object of this size has them."""
+        stop = size if length is None else min(size, start + length)
+        return cls(min(start, size), max(stop, min(start, size)), size, partial)
+
+    @property
+    def empty(self) -> bool:
+        """Nothing of it exists, and HTTP has a status of its own for that."""
+        return self.partial and self.start >= self.stop
+
+    def headers(self) -> dict[str, str]:
+        size = "*" if self.size is None else self.size
+        headers = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
+        if self.empty:
+            return headers | {"Content-Range": f"bytes */{size}"}
+        headers["Content-Length"] = str(self.stop - self.start)
+        if self.partial:
+            headers["Content-Range"] = f"bytes {self.start}-{self.stop - 1}/{size}"
+        return headers
+
+    @property
+    def status(self) -> int:
+        return 416 if self.empty else 206 if self.partial else 200
+
+
+class Sender:
+    """Answers with bytes; one for a relay."""
+
+    def __init__(self, budgets: Budgets, meter: Meter) -> None:
+        self._budgets, self._meter = budgets, meter
+
+    async def bytes_(self, data: bytes, part: Range) -> web.StreamResponse:
+        """A small body that is in memory."""
+        self._meter.sent(len(data))
+        return web.Response(body=data, status=part.status, headers=part.headers())
+
+    async def file(self, request: web.Request, peer: str, path: Path, part: Range) -> web.StreamResponse:
+        """Part of a whole file."""
+
+        async def everything(position: int) -> int:
+            return part.stop
+
+        return await self._stream(request, peer, path, part, everything)
+
+    async def arriving(self, request: web.Request, peer: str, arrival: Arrival, part: Range) -> web.StreamResponse:
+        """Part of an object that may still be arriving. If it fails half-way the connection is cut: the client sees a
+        short body, and goes on elsewhere from there."""
+
+        async def so_far(position: int) -> int:
+            return min(part.stop, await arrival.readable_beyond(position, ARRIVAL_S))
+
+        arrival.read = True
+        if part.stop > part.start and not arrival.proven:
+            await so_far(part.start)  # an error that comes before the first byte still has a status of its own
+        return await self._stream(request, peer, arrival.path, part, so_far)
+
+    async def _stream(
+        self, request: web.Request, peer: str, path: Path, part: Range, upto: Callable[[int], Awaitable[int]]
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(status=part.status, headers=part.headers())
+        with path.open("rb") as file:
+            await response.prepare(request)
+            try:
+                await self._pieces(request, response, peer, file, part, upto)
+            except (RefitError, OSError, TimeoutError, asyncio.TimeoutError):
+                _cut(request)
+                return response
+        await response.write_eof()
+        return response
+
+    async def _pieces(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        peer: str,
+        file: BinaryIO,
+        part: Range,
+        upto: Callable[[int], Awaitable[int]],
+    ) -> None:
+        if part.empty or request.method == "HEAD":
+            return
+        if request.transport is None:
+            raise ConnectionResetError
+        loop, position = asyncio.get_running_loop(), part.start
+        while position < part.stop:
+            count = min(await upto(position) - position, SLICE_BYTES)
+            await self._budgets.pass_(peer, count)
+            sending = loop.sendfile(request.transport, file, position, count)
+            done = await asyncio.wait_for(sending, self._budgets.budget.seconds_for(count))
+            if done != count:
+                raise ConnectionResetError
+            self._meter.sent(count)
+            position += count
+
+
+def _cut(request: web.Request) -> None:
+    """End the connection so that nobody takes what was sent for all of it."""
+    if request.transport is not None:
+        request.transport.abort()
