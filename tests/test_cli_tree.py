@@ -55,6 +55,13 @@ def test_json(here: Here, tmp_path: Path) -> None:
     assert here("tree", path, "--json").body == made.body
 
 
+def test_a_root_that_is_a_directory(here: Here, tmp_path: Path) -> None:
+    """Several paths joined by a comma would be one path, so they are written as URLs."""
+    roots = ["--root", tmp_path / "a", "--root", tmp_path / "b"]
+    made = here("tree", *roots, "--relay", "r=https://h", "--out", tmp_path / "t", "--name", "r", "-q")
+    assert made.out == f"file://{tmp_path}/a,file://{tmp_path}/b\n"
+
+
 def test_where_one_fetches_from(here: Here, tmp_path: Path) -> None:
     path = tmp_path / "tree.json"
     write_tree(path, TREE, Notary())

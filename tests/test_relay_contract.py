@@ -16,6 +16,13 @@ from deltarefit.testing import StoreContract
 from tests.relays import chain
 
 
+@pytest.fixture(autouse=True, scope="class")
+def _chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    here, directory = request.cls, tmp_path_factory.mktemp("chain")
+    with chain(here.root(directory), directory, here.depth) as here._url, contextlib.ExitStack() as here._opened:
+        yield
+
+
 class RelayContract(StoreContract):
     """A chain of ``depth`` relays over ``root``, for the whole class."""
 
@@ -28,13 +35,6 @@ class RelayContract(StoreContract):
     @staticmethod
     def root(directory: Path) -> Store:
         return open_store(str(directory / "root"))
-
-    @pytest.fixture(autouse=True, scope="class")
-    def _chain(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-        here = request.cls
-        directory = tmp_path_factory.mktemp("chain")
-        with chain(here.root(directory), directory, here.depth) as here._url, contextlib.ExitStack() as here._opened:
-            yield
 
     def open(self) -> Store:
         store = open_store(self._url)

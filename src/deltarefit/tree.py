@@ -28,7 +28,7 @@ MOST_EPOCH = 10**10 - 1
 MAX_TREE_BYTES = 32 << 20
 """Most bytes of the record: a little more than the most relays, all with the longest names, take."""
 _RUN = re.compile(r"(?:[0-9a-f]{32})?")
-_STORE = re.compile(r"(?:/|(?:file|memory|s3|gs|az)://)[^\s@?#,]+")
+_STORE = re.compile(r"(?:file:///|(?:memory|s3|gs|az)://)[^\s@?#,]+")
 _RELAY = re.compile(r"https?://")
 _START = re.compile(rb'\{"degree":[0-9]{1,2},"epoch":([0-9]{1,10}),')
 

@@ -59,12 +59,18 @@ def tree(
 
 def _made(roots: Sequence[str], relays: Sequence[str], degree: int, epoch: int, run: str) -> Tree:
     entries = [_relay(text) for text in relays]
-    above = [relay_url(url) if url.startswith(("http://", "https://")) else url for url in roots]
+    above = tuple(_root(text) for text in roots)
     try:
-        return Tree(run, epoch, degree, tuple(above), tuple(TreeRelay(name, url) for name, url in entries))
+        return Tree(run, epoch, degree, above, tuple(TreeRelay(name, url) for name, url in entries))
     except ValueError as error:
         step = "Look at --root and --relay; roots are whole paths or URLs without user and query."
         raise UsageError(f"this is no tree: {error}", next_step=step) from None
+
+
+def _root(text: str) -> str:
+    if text.startswith(("http://", "https://")):
+        return relay_url(text)
+    return f"file://{text}" if text.startswith("/") else text
 
 
 def _relay(text: str) -> tuple[str, str]:

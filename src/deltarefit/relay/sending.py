@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO
 
 from aiohttp import web
@@ -14,6 +13,9 @@ from deltarefit.errors import RefitError
 from deltarefit.relay.arriving import Arrival
 from deltarefit.relay.budgets import Budgets
 from deltarefit.relay.meter import Meter
+
+Upto = Callable[[int], Awaitable[int]]
+"""Where what may be sent from a position on ends, once there is something."""
 
 SLICE_BYTES = 8 << 20
 """Sent between two looks at the peer's budget."""
@@ -67,13 +69,13 @@ class Sender:
         self._meter.sent(len(data))
         return web.Response(body=data, status=part.status, headers=part.headers())
 
-    async def file(self, request: web.Request, peer: str, path: Path, part: Range) -> web.StreamResponse:
+    async def file(self, request: web.Request, peer: str, file: BinaryIO, part: Range) -> web.StreamResponse:
         """Part of a whole file."""
 
         async def everything(position: int) -> int:
             return part.stop
 
-        return await self._stream(request, peer, path, part, everything)
+        return await self._stream(request, peer, file, part, everything)
 
     async def arriving(self, request: web.Request, peer: str, arrival: Arrival, part: Range) -> web.StreamResponse:
         """Part of an object that may still be arriving. If it fails half-way the connection is cut: the client sees a
@@ -83,33 +85,30 @@ class Sender:
             return min(part.stop, await arrival.readable_beyond(position, ARRIVAL_S))
 
         arrival.read = True
+        with arrival.path.open("rb") as file:  # first of all: it may be moved or removed while we wait
+            return await self._arriving(request, peer, arrival, file, part, so_far)
+
+    async def _arriving(
+        self, request: web.Request, peer: str, arrival: Arrival, file: BinaryIO, part: Range, so_far: Upto
+    ) -> web.StreamResponse:
         if part.stop > part.start and not arrival.proven:
             await so_far(part.start)  # an error that comes before the first byte still has a status of its own
-        return await self._stream(request, peer, arrival.path, part, so_far)
+        return await self._stream(request, peer, file, part, so_far)
 
     async def _stream(
-        self, request: web.Request, peer: str, path: Path, part: Range, upto: Callable[[int], Awaitable[int]]
+        self, request: web.Request, peer: str, file: BinaryIO, part: Range, upto: Upto
     ) -> web.StreamResponse:
         response = web.StreamResponse(status=part.status, headers=part.headers())
-        with path.open("rb") as file:
-            await response.prepare(request)
-            try:
-                await self._pieces(request, response, peer, file, part, upto)
-            except (RefitError, OSError, TimeoutError, asyncio.TimeoutError):
-                _cut(request)
-                return response
+        await response.prepare(request)
+        try:
+            await self._pieces(request, peer, file, part, upto)
+        except (RefitError, OSError, TimeoutError, asyncio.TimeoutError):
+            _cut(request)
+            return response
         await response.write_eof()
         return response
 
-    async def _pieces(
-        self,
-        request: web.Request,
-        response: web.StreamResponse,
-        peer: str,
-        file: BinaryIO,
-        part: Range,
-        upto: Callable[[int], Awaitable[int]],
-    ) -> None:
+    async def _pieces(self, request: web.Request, peer: str, file: BinaryIO, part: Range, upto: Upto) -> None:
         if part.empty or request.method == "HEAD":
             return
         if request.transport is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import secrets
 from collections.abc import Awaitable, Callable
@@ -170,11 +171,12 @@ class Relay:
         if path is None:
             raise NotFoundError(f"no object {key!r} in {self.parent.url}")
         try:
-            size = path.stat().st_size
-            part = Range.of(start, length, size, partial=partial)
-            return await self._sender.file(request, _peer(request), path, part)
+            file = path.open("rb")
         except FileNotFoundError:
             raise NotFoundError(f"no object {key!r} in {self.parent.url}") from None
+        with file:
+            part = Range.of(start, length, os.fstat(file.fileno()).st_size, partial=partial)
+            return await self._sender.file(request, _peer(request), file, part)
 
     async def _passed(self, key: str, start: int, length: int | None, *, partial: bool) -> web.StreamResponse:
         """An object that is not kept, or for which there is no room."""

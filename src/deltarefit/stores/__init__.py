@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["Limits", "open_store"]
 
 _CLOUDS = ("s3", "gs", "az")
+_RELAYS = ("http", "https")
+STALL_S = 10.0
+"""A relay that sends nothing for so long is left for the next of several."""
 _memories: dict[str, ObjectStore] = {}
 _memories_lock = threading.Lock()
 
@@ -31,16 +36,21 @@ def open_store(
     session_token: str | None = None,
     region: str | None = None,
     limits: Limits | None = None,
+    token: str | None = None,
+    tls: ssl.SSLContext | None = None,
+    own_id: str = "",
 ) -> Store:
-    """The store at a path, ``file:///dir``, ``memory://name``, ``s3://bucket/prefix``, ``gs://...`` or ``az://...``.
+    """The store at a path, ``file:///dir``, ``memory://name``, ``s3://bucket/prefix``, ``gs://...`` or ``az://...``,
+    or the relay at ``https://host:port`` or ``http://host:port``. Several joined by commas show the same objects, and
+    are asked in that order.
 
     Two opens of one ``memory://name`` in one process see one store. ``endpoint`` is the URL of an S3 server
-    other than Amazon's; plain ``http://`` is allowed if it is given here. All keywords but ``limits`` are for
+    other than Amazon's; plain ``http://`` is allowed if it is given here. ``token`` and ``tls`` are for
+    relays, and ``own_id`` for one that is a relay itself (``RelayStore``); ``limits`` are for all. The rest is for
     ``s3://``; what is not given comes from obstore's own environment chain (``AWS_ACCESS_KEY_ID`` ...).
     Nothing is read or written yet, except that a directory is made. Raises ``UsageError`` for a URL that
     names no store or a directory that may not be written, ``UnavailableError`` for a disk that fails.
     """
-    scheme, rest = _split(url)
     settings = {
         "endpoint": endpoint,
         "access_key_id": access_key,
@@ -49,17 +59,61 @@ def open_store(
         "region": region,
     }
     given = {name: value for name, value in settings.items() if value is not None}
-    if given and scheme != "s3":
-        raise UsageError(
-            f"{' and '.join(given)} given for a {scheme}:// store",
-            expected="them only with s3://bucket/prefix",
-            next_step="Leave them out; gs:// and az:// read their own environment variables.",
-        )
+    parts = [(_split(part), part) for part in (url.split(",") if "://" in url else [url])]
+    schemes = {scheme for (scheme, _), _ in parts}
+    _check_keywords(given, ("s3",), schemes)
+    _check_keywords({n: v for n, v in (("token", token), ("tls", tls)) if v is not None}, _RELAYS, schemes)
+    several = len(parts) > 1
+    stores = [_one(scheme, rest, part, given, _patience(limits, several=several), token, tls, own_id)
+              for (scheme, rest), part in parts]  # fmt: skip
+    if not several and not schemes & set(_RELAYS):
+        return stores[0]
+    from deltarefit.stores.fallback import Fallback
+
+    return Fallback(stores)
+
+
+def _patience(limits: Limits | None, *, several: bool) -> Limits:
+    return limits or (Limits(request_s=STALL_S, retries=1) if several else Limits())
+
+
+def _one(
+    scheme: str,
+    rest: str,
+    url: str,
+    settings: dict[str, str],
+    limits: Limits,
+    token: str | None,
+    tls: ssl.SSLContext | None,
+    own_id: str,
+) -> Store:
     if scheme == "file":
         return _directory(rest)
     if scheme == "memory":
         return _memory(rest)
-    return _cloud(scheme, rest, given, limits or Limits())
+    if scheme in _RELAYS:
+        return _relay(url, limits, token, tls, own_id)
+    return _cloud(scheme, rest, settings if scheme == "s3" else {}, limits)
+
+
+def _check_keywords(given: Mapping[str, object], of: Sequence[str], schemes: set[str]) -> None:
+    if given and not schemes & set(of):
+        raise UsageError(
+            f"{' and '.join(given)} given for a {' and '.join(sorted(schemes))}:// store",
+            expected=f"them only with {' or '.join(of)}://",
+            next_step="Leave them out; gs:// and az:// read their own environment variables.",
+        )
+
+
+def _relay(url: str, limits: Limits, token: str | None, tls: ssl.SSLContext | None, own_id: str) -> Store:
+    try:
+        from deltarefit.stores.relay import RelayStore
+    except ModuleNotFoundError as error:
+        if error.name != "urllib3":
+            raise
+        step = "Run: pip install 'deltarefit[relay]'"
+        raise UsageError("relays need a package that is not installed", found=error.name, next_step=step) from None
+    return RelayStore(url, token=token, tls=tls, limits=limits, own_id=own_id)
 
 
 def _split(url: str) -> tuple[str, str]:
@@ -67,7 +121,7 @@ def _split(url: str) -> tuple[str, str]:
     scheme, mark, rest = url.partition("://")
     if not mark:
         return "file", url
-    if scheme not in ("file", "memory", *_CLOUDS):
+    if scheme not in ("file", "memory", *_CLOUDS, *_RELAYS):
         raise _bad_url(f"scheme {scheme[:20]!r}")
     if scheme != "file" and {"@", "?", "#"} & set(rest):
         raise _bad_url("user, password, query or fragment in the URL")
@@ -77,7 +131,7 @@ def _split(url: str) -> tuple[str, str]:
 def _bad_url(found: str) -> UsageError:
     return UsageError(
         "bad store URL",
-        expected="a path, file:///dir, memory://name, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix",
+        expected="a path, file:///dir, memory://name, s3://bucket/prefix, gs://..., az://... or https://host:port",
         found=found,
         next_step="Give credentials as arguments or in the environment, never in the URL.",
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -87,6 +88,22 @@ class DirectoryStore:
         path = self._path(key)
         with self._doing("read", key), _absent_if_not_a_file():
             return file_size(path)
+
+    def file(self, key: str) -> Path | None:
+        """See ``LocalFiles.file``."""
+        path = self._path(key)
+        with self._doing("read", key):
+            try:
+                state = path.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                if not self._tmp.is_dir():
+                    raise
+                return None
+            if not stat.S_ISREG(state.st_mode):
+                return None
+            if state.st_nlink > 1:
+                self._settle(path)
+            return path
 
     def list(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         """See ``Store.list``. Objects that come or go meanwhile may or may not be listed."""
