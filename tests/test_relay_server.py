@@ -163,18 +163,18 @@ def test_uploads_that_break_off_or_lie_leave_nothing(url: str, root: str, tmp_pa
     parts = urlsplit(url)
     key, data = content()
     with socket.create_connection((parts.hostname, parts.port), timeout=10) as connection:
-        head = f"PUT /v1/o/{key} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"PUT /v1/o/{key} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
         connection.sendall(head.encode() + data[: len(data) // 2])
     assert ask(url, "PUT", f"/v1/o/{key}", data[:-1] + bytes([data[-1] ^ 1])).status == 422
     wrong = {SHA256: hashlib.sha256(b"other").hexdigest()}
     assert ask(url, "PUT", "/v1/o/a/0000000001/intent", b"record", wrong | {"If-None-Match": "*"}).status == 422
     assert ask(url, "PUT", "/v1/o/k", b"x", {SHA256: "Z" * 64}).status == 400
     with socket.create_connection((parts.hostname, parts.port), timeout=10) as connection:
-        connection.sendall(f"PUT /v1/o/{key} HTTP/1.1\r\nHost: x\r\nContent-Length: {1 << 40}\r\n\r\n".encode())
+        connection.sendall(f"PUT /v1/o/{key} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {1 << 40}\r\n\r\n".encode())
         assert b" 400 " in connection.recv(100)
     with socket.create_connection((parts.hostname, parts.port), timeout=10) as connection:
         connection.sendall(
-            f"PUT /v1/o/{key} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n".encode()
+            f"PUT /v1/o/{key} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n".encode()
         )
         assert b" 400 " in connection.recv(100)
     assert list(open_store(root).list()) == []
@@ -195,7 +195,7 @@ def test_a_reader_that_stands_still_is_let_go(root: str, tmp_path: Path) -> None
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.settimeout(20)
             connection.connect((parts.hostname, parts.port))
-            connection.sendall(f"GET /v1/o/{key} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            connection.sendall(f"GET /v1/o/{key} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
             time.sleep(2)
             got = 0
             try:

@@ -16,6 +16,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -150,37 +151,45 @@ def into(namespace: str, device: str) -> None:
 
 
 def plain_copy(link: Link, nbytes: int, streams: int, most_s: float) -> float:
-    """Bytes a second of a bare TCP copy of about ``nbytes`` from near to far over ``streams`` connections, each of
-    which takes the next piece when it can, that ends after ``most_s``: what the link gives to any program."""
-    deadline, pieces = time.monotonic() + most_s, itertools.repeat(bytes(_PIECE), max(1, nbytes // _PIECE))
+    """Bytes a second of a bare TCP copy from near to far over ``streams`` connections that never lack bytes, until
+    ``nbytes`` have arrived in all, or ``most_s`` are over: what the link gives to any program."""
+    copy = _Copy(nbytes)
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(2 * streams))
         server = stack.enter_context(link.near.call(lambda: socket.create_server((link.near.address, 0))))
         address = server.getsockname()
-        started, gives, takes = time.perf_counter(), [], []
+        started = time.perf_counter()
         for _ in range(streams):
             client = link.far.call(lambda: socket.create_connection(address, _READY_S))
-            takes.append(pool.submit(_take, stack.enter_context(client)))
-            gives.append(pool.submit(_give, stack.enter_context(server.accept()[0]), pieces, deadline))
-        for give in gives:
-            give.result()
-        done = sum(take.result() for take in takes)
-        return done / (time.perf_counter() - started)
+            pool.submit(copy.take, stack.enter_context(client))
+            pool.submit(copy.give, stack.enter_context(server.accept()[0]))
+        copy.enough.wait(most_s)
+        rate = copy.done / (time.perf_counter() - started)
+        copy.enough.set()
+        return rate
 
 
-def _give(connection: socket.socket, pieces: Iterator[bytes], deadline: float) -> None:
-    for piece in pieces:
-        connection.sendall(piece)
-        if time.monotonic() > deadline:
-            break
-    connection.shutdown(socket.SHUT_WR)
+class _Copy:
+    """Bytes that arrive on any connection; ``enough`` ends all of them."""
 
+    def __init__(self, nbytes: int) -> None:
+        self.done, self._nbytes = 0, nbytes
+        self.enough, self._lock = threading.Event(), threading.Lock()
 
-def _take(connection: socket.socket) -> int:
-    room, done = bytearray(_PIECE), 0
-    while count := connection.recv_into(room):
-        done += count
-    return done
+    def give(self, connection: socket.socket) -> None:
+        piece = bytes(_PIECE)
+        with contextlib.suppress(OSError):  # the other end has enough
+            while not self.enough.is_set():
+                connection.sendall(piece)
+
+    def take(self, connection: socket.socket) -> None:
+        room = bytearray(_PIECE)
+        with connection:
+            while not self.enough.is_set() and (count := connection.recv_into(room)):
+                with self._lock:
+                    self.done += count
+                    if self.done >= self._nbytes:
+                        self.enough.set()
 
 
 # ------------------------------------------------------------------------------------------ namespaces

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from deltarefit import runtime
 from deltarefit.addresses import parse_listen
 from deltarefit.cli import options, relaying_options, words
 from deltarefit.cli.keys import notary
@@ -71,7 +72,7 @@ def relay(
         "auth": _auth(tokens, certified=client_ca is not None),
         "budget": _relay("budgets").Budget(most_requests, most_rate, least_rate),
         "streams": streams,
-        **({"name": name} if name else {}),
+        "name": name or runtime.token()[:16],
     }
     _relay("auth").check_listen(host, settings["auth"], tls, plain_http)  # before anything is opened or made
     with Stop() as stop, _directory(directory) as where, _opened(call, parents, settings) as store:
@@ -150,7 +151,7 @@ def _directory(given: Path | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _opened(call: Call, parents: str, settings: dict[str, Any]) -> Iterator[Store]:
-    store = call.remote.open(parents)
+    store = call.remote.open(parents, settings["name"])
     try:
         yield store
     finally:

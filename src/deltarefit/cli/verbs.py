@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import typer
 
 import deltarefit
-from deltarefit.cli import options
+from deltarefit.cli import access_options, options
 from deltarefit.cli.output import Flags, Output
 from deltarefit.cli.settings import Remote
 from deltarefit.errors import RefitError, UsageError
@@ -112,7 +112,7 @@ def verb(on: typer.Typer, name: str, *, remote: bool = True) -> Callable[[Verb],
 
         def command(**given: Any) -> int:
             flags = Flags(**{field: given.pop(field) for field in Flags.__dataclass_fields__})
-            access = Remote(given.pop("endpoint", None), given.pop("region", None))
+            access = Remote(**{name: given.pop(name, None) for name in Remote.__dataclass_fields__})
             call = Call(Output(flags), access)
             return exit_code(call.out, lambda: function(call, **given))
 
@@ -133,7 +133,13 @@ def _flags(
     """The flags of every verb."""
 
 
-def _access(endpoint: options.Endpoint = None, region: options.Region = None) -> None:
+def _access(
+    endpoint: options.Endpoint = None,
+    region: options.Region = None,
+    token_file: access_options.TokenFile = None,
+    ca: access_options.Ca = None,
+    client_cert: access_options.ClientCert = None,
+) -> None:
     """The options of every verb that uses a store."""
 
 

@@ -20,6 +20,7 @@ class News:
         self._keys: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._last = 0
         self._bell = Bell()
+        self.ended = False
 
     @property
     def cursor(self) -> str:
@@ -46,10 +47,16 @@ class News:
         epoch, _, number = cursor.partition("-")
         known = epoch == self._epoch and number.isdecimal() and len(number) < 20
         after = int(number) if known else self._last
-        if after >= self._last:
+        if after >= self._last and not self.ended:
             await self._bell.wait(seconds)
         return self.cursor, [(key, size) for key, (at, size) in self._keys.items() if at > after]
 
+    def end(self) -> None:
+        """Nobody waits any more."""
+        self.ended = True
+        self._bell.ring()
+
     async def another(self, seconds: float) -> None:
         """Returns when there is news, or after ``seconds``."""
-        await self._bell.wait(seconds)
+        if not self.ended:
+            await self._bell.wait(seconds)

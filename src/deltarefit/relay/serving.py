@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
+from deltarefit.addresses import is_loopback
 from deltarefit.errors import NotFoundError, RefitError, UsageError
 from deltarefit.events import Emit, ignore
 from deltarefit.ports import LocalFiles, Store
@@ -93,6 +94,7 @@ class Relay:
         app.router.add_get(STATUS, self._status)
         app.router.add_get(METRICS, self._metrics)
         app.on_response_prepare.append(self._sign)
+        app.on_shutdown.append(self._end)
         app.on_cleanup.append(self._close)
         return app
 
@@ -117,6 +119,7 @@ class Relay:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Who may come in, what they may take, and how an error is told."""
         try:
+            self._check_host(request)
             self._admit(request)
             async with self._budgets.request(_peer(request)):
                 return await handler(request)
@@ -129,6 +132,14 @@ class Relay:
     async def _sign(self, _: web.Request, response: web.StreamResponse) -> None:
         """Whoever sees its own id in an answer knows that its parents form a loop."""
         response.headers[PATH] = ",".join(self.path)
+
+    def _check_host(self, request: web.Request) -> None:
+        """Without authentication only this machine may ask, and no web page in its browsers under a name of its own
+        (DNS rebinding)."""
+        if self.settings.auth.everybody is not None and not self.settings.auth.certificate:
+            host = request.host.rpartition(":")[0] if request.host.rpartition(":")[2].isdecimal() else request.host
+            if not is_loopback(host.strip("[]")):
+                raise _Forbidden("this relay serves this machine only", found=f"Host: {request.host[:80]}")
 
     def _admit(self, request: web.Request) -> None:
         """Raises if whoever asks may not do this."""
@@ -198,7 +209,7 @@ class Relay:
                 return web.Response(headers={"Content-Length": str(size)})
             except NotFoundError:
                 left = deadline - asyncio.get_running_loop().time()
-                if left <= 0:
+                if left <= 0 or self.news.ended:
                     raise
             await self.news.another(min(left, LOOK_S))
 
@@ -252,6 +263,9 @@ class Relay:
 
     def _numbers(self) -> dict[str, int]:
         return {**self.meter.numbers(), "cached_bytes": self._cache.used}
+
+    async def _end(self, _: web.Application) -> None:
+        self.news.end()
 
     async def _close(self, _: web.Application) -> None:
         await self.objects.close()

@@ -7,7 +7,11 @@ the attempt that is open, and for the next one. Neither decides anything.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import TypeVar
 
 from deltarefit import runlog, runtime
 from deltarefit.errors import FormatError, NotFoundError, RefitError
@@ -16,6 +20,8 @@ from deltarefit.manifest import Hint
 from deltarefit.ports import LocalFiles, Store, Watched
 from deltarefit.relay.serving import Relay
 from deltarefit.relay_api import content_hash
+
+T = TypeVar("T")
 
 POLL_S = 0.5
 """Between two looks at a store that tells nothing."""
@@ -42,7 +48,7 @@ class Watcher:
         try:
             while True:
                 try:
-                    for key, size in await self._relay.call(look.next):
+                    for key, size in await _apart(look.next):
                         self._heard(key, size)
                 except RefitError as error:
                     self._relay.emit(Event("away", text=f"the parent tells nothing: {error.what}"))
@@ -67,6 +73,21 @@ class Watcher:
             except RefitError:
                 return
             await asyncio.sleep(ROOM_S)
+
+
+async def _apart(work: Callable[[], T]) -> T:
+    """Work that may wait for long, in a thread that nobody waits for when the relay ends."""
+    future: Future[T] = Future()
+
+    def body() -> None:
+        with suppress(InvalidStateError):  # cancelled: nobody awaits it any more
+            try:
+                future.set_result(work())
+            except RefitError as error:
+                future.set_exception(error)
+
+    threading.Thread(target=body, name="relay-news", daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 class _Told:
