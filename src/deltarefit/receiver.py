@@ -10,7 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -24,11 +24,11 @@ from deltarefit.events import Emit, Event, ignore
 from deltarefit.manifest import Anchor, Header, Held, State
 from deltarefit.notary import Notary
 from deltarefit.pins import CatchUpPin
-from deltarefit.ports import LiveTarget, Store, Target
+from deltarefit.ports import LiveTarget, Store, Target, Watched
 from deltarefit.protocol import messages as m
 from deltarefit.protocol.attempts import Attempt
 from deltarefit.protocol.follower import Follower, Phase
-from deltarefit.runlog import RunLog
+from deltarefit.runlog import RunLog, attempt_key
 from deltarefit.staging import Staging
 from deltarefit.trust import Trust
 
@@ -39,6 +39,8 @@ IN_PAUSE = ("quiesce", "seed", "write", "verify")
 """Phases of a refit that users of the weights wait for, before CLEAN; ``resume`` and what the target reports follow."""
 STREAM_POLL_S = 0.1
 """Longest wait between looks at the log while an attempt is being written on arrival."""
+TOLD_S = 0.5
+"""How long a store that tells is asked at once: so long may a stop take."""
 TELL_S = 10.0
 """After so long a pause in an attempt that is not decided is told of."""
 WATCH_S = 1.0
@@ -89,6 +91,7 @@ class Receiver:
         self._pause_timings: dict[str, float] = {}
         self._paused_at = 0.0
         self._diverged = 0
+        self._newest, self._seen_key = Attempt(0), ""
         self._refusal, self._told = "", 0
 
     @property
@@ -243,7 +246,11 @@ class Receiver:
         return answer
 
     def _do_ReadAttempt(self, action: m.ReadAttempt) -> m.Event:  # noqa: N802
-        return m.AttemptRead(self.log.attempt(action.number))
+        return m.AttemptRead(self._read(action.number))
+
+    def _read(self, number: int) -> Attempt:
+        self._newest = self.log.attempt(number)
+        return self._newest
 
     def _do_AwaitAttempt(self, action: m.AwaitAttempt) -> m.Event:  # noqa: N802
         streaming = self._machine.phase is Phase.STREAMING  # generation stands still meanwhile
@@ -258,11 +265,24 @@ class Receiver:
             if isinstance(self.target, LiveTarget):
                 self.target.watch()
             watch_at = runtime.now() + WATCH_S
-            while (left := min(deadline, watch_at) - runtime.now()) > 0 and not self._stop():
-                runtime.sleep(min(left, 0.05))
-            if self._stop() or runtime.now() >= deadline:
+            told = False
+            while not told and (left := min(deadline, watch_at) - runtime.now()) > 0 and not self._stop():
+                told = self._idle(left, streaming)
+            if told or self._stop() or runtime.now() >= deadline:
                 break
-        return m.AttemptRead(self.log.attempt(action.number))
+        return m.AttemptRead(self._read(action.number))
+
+    def _idle(self, seconds: float, streaming: bool) -> bool:
+        """A piece of a wait for the attempt that was read last; True if something of it appeared meanwhile, which only
+        some stores tell."""
+        store, key = self.log.store, _next_key(self._newest)
+        if not streaming and isinstance(store, Watched) and key != self._seen_key:
+            with suppress(RefitError):  # it need not tell; the log is read all the same
+                if told := store.wait(key, min(seconds, TOLD_S)):
+                    self._seen_key = key  # once: it may be there and yet count as not there
+                return told
+        runtime.sleep(min(seconds, 0.05))
+        return False
 
     def _do_FindAnchor(self, action: m.FindAnchor) -> m.Event:  # noqa: N802
         found = self._search.start()
@@ -368,3 +388,11 @@ class Receiver:
             self._say("torn", version=attempt.number, text=str(error))  # a rank holds neither old nor new bits
             return m.ValuesLost()
         return m.Written(self._timed("verify", attempt.number, lambda: self._staging.live(attempt, refs)))
+
+
+def _next_key(attempt: Attempt) -> str:
+    """What of an attempt will appear next, if it goes well."""
+    if attempt.intent is None:
+        return attempt_key(attempt.number, "intent")
+    sealed = len(attempt.manifests)
+    return attempt_key(attempt.number, f"p/{sealed}" if sealed < attempt.intent.producers else "outcome")

@@ -30,6 +30,7 @@ from deltarefit.relay.news import News
 from deltarefit.relay.objects import Objects
 from deltarefit.relay.records import Records
 from deltarefit.relay.sending import Range, Sender
+from deltarefit.relay.sharing import Shared
 from deltarefit.relay.uploads import Upload, received
 from deltarefit.relay_api import (
     LIST,
@@ -80,6 +81,7 @@ class Relay:
         self._budgets = Budgets(settings.budget)
         self._sender = Sender(self._budgets, self.meter)
         self._calls = ThreadPoolExecutor(CALLS, thread_name_prefix="relay-call")
+        self._shared = Shared()
         self._whole = asyncio.Semaphore(WHOLE_AT_ONCE)
 
     def app(self) -> web.Application:
@@ -191,13 +193,16 @@ class Relay:
 
     async def _passed(self, key: str, start: int, length: int | None, *, partial: bool) -> web.StreamResponse:
         """An object that is not kept, or for which there is no room."""
+        data = await self._shared.ask((key, start, length), lambda: self._fetch(key, start, length))
+        return await self._sender.bytes_(data, Range(start, start + len(data), None, partial))
+
+    async def _fetch(self, key: str, start: int, length: int | None) -> bytes:
         async with self._whole:
             data = await self.call(lambda: self.parent.get(key, start, length))
-            self.meter.fetched(len(data))
-            if start == 0 and (length is None or len(data) < length):
-                self._records.saw(key, data)
-            part = Range(start, start + len(data), None, partial)
-            return await self._sender.bytes_(data, part)
+        self.meter.fetched(len(data))
+        if start == 0 and (length is None or len(data) < length):
+            self._records.saw(key, data)
+        return data
 
     async def _head(self, request: web.Request) -> web.StreamResponse:
         """Always the parent's answer: whether an object is there decides what a publisher does next."""
@@ -205,7 +210,7 @@ class Relay:
         deadline = asyncio.get_running_loop().time() + seconds
         while True:
             try:
-                size = await self.call(lambda: self.parent.size(key))
+                size = await self._shared.ask(key, lambda: self.call(lambda: self.parent.size(key)))
                 return web.Response(headers={"Content-Length": str(size)})
             except NotFoundError:
                 left = deadline - asyncio.get_running_loop().time()
