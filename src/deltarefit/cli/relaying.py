@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import os
+import select
 import ssl
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deltarefit import runtime
-from deltarefit.addresses import parse_listen
+from deltarefit.addresses import parse_listen, shown
 from deltarefit.cli import options, relaying_options, words
 from deltarefit.cli.keys import notary
 from deltarefit.cli.output import Output
 from deltarefit.cli.patience import Stop
+from deltarefit.cli.relay_workers import Workers, reserved
 from deltarefit.cli.verbs import Call, app, verb
 from deltarefit.errors import UsageError
 from deltarefit.events import Event
@@ -51,6 +56,8 @@ def relay(
     most_requests: relaying_options.MostRequests = REQUESTS,
     most_rate: relaying_options.MostRate = 0.0,
     least_rate: relaying_options.LeastRate = LEAST_RATE,
+    workers: relaying_options.WorkerCount = 1,
+    worker: relaying_options.Worker = False,
     tree: relaying_options.TreeFile = None,
     name: relaying_options.RelayName = None,
     trust: options.Trust = None,
@@ -67,40 +74,79 @@ def relay(
     """
     parents = _parents(parent or (), tree, name, trust)
     host, port = parse_listen(listen)
-    tls = _context(cert, key, client_ca)
-    settings = {
-        "auth": _auth(tokens, certified=client_ca is not None),
-        "budget": _relay("budgets").Budget(most_requests, most_rate, least_rate),
-        "streams": streams,
-        "name": name or runtime.token()[:16],
-    }
-    _relay("auth").check_listen(host, settings["auth"], tls, plain_http)  # before anything is opened or made
-    with Stop() as stop, _directory(directory) as where, _opened(call, parents, settings) as store:
-        cache = _relay("cache").Cache(where, limit, chunk_bytes)
-        with contextlib.closing(cache):
-            asyncio.run(_serve(call.out, stop, store, cache, settings, host, port, tls, plain_http))
+    tls, auth = _context(cert, key, client_ca), _auth(tokens, certified=client_ca is not None)
+    budget = _relay("budgets").Budget(most_requests, most_rate, least_rate)
+    _relay("auth").check_listen(host, auth, tls, plain_http)  # before anything is opened or made
+    place = {"host": host, "port": port, "tls": tls, "plain": plain_http, "shared": worker}
+    named = name or runtime.token()[:16]
+    with Stop() as stop, _directory(directory) as where, _opened(call, parents, named) as store:
+        out = _Errand(call.out, stop, store, where, limit // (1 if workers == 1 else workers + 1), chunk_bytes)
+        if workers == 1:
+            ended = _input_ended if worker else stop.asked
+            asyncio.run(out.serve({"auth": auth, "budget": budget, "streams": streams, "name": named}, place, ended))
+        else:
+            files = {"--tokens": tokens, "--cert": cert, "--key": key, "--client-ca": client_ca}
+            numbers = {"--most-requests": most_requests, "--most-rate": most_rate, "--least-rate": least_rate}
+            given = [
+                text for flag, value in {**files, **numbers}.items() if value is not None for text in (flag, str(value))
+            ]
+            asyncio.run(out.serve_by(workers, [*given, *["--plain-http"] * plain_http], streams, named, host, port))
     return 0
 
 
-async def _serve(
-    out: Output,
-    stop: Stop,
-    store: Store,
-    cache: Any,
-    settings: dict[str, Any],
-    host: str,
-    port: int,
-    tls: ssl.SSLContext | None,
-    plain: bool,
-) -> None:
-    serving = _relay("serving")
-    relay = serving.Relay(store, cache, serving.Settings(**settings), _report(out))
-    async with _relay("running").listening(relay, host, port, tls, plain=plain) as url:
-        out.result(url, {"url": url, "name": relay.settings.name, "parent": store.url})
-        while not stop.asked():
-            await asyncio.sleep(STOP_POLL_S)
-    moved = relay.meter.numbers()
-    out.say(f"Relayed    {words.size(moved['sent_bytes'])}; {words.size(moved['fetched_bytes'])} of it came from above")
+@dataclass(frozen=True)
+class _Errand:
+    """One call of ``relay``."""
+
+    out: Output
+    stop: Stop
+    store: Store
+    directory: Path
+    limit: int
+    chunk_bytes: int
+
+    async def serve(self, settings: dict[str, Any], place: dict[str, Any], ended: Callable[[], bool]) -> None:
+        """One process does it all."""
+        async with self._relay(self.directory, settings, place) as (relay, url):
+            self.out.result(url, {"url": url, "name": relay.settings.name, "parent": self.store.url})
+            while not (self.stop.asked() or ended()):
+                await asyncio.sleep(STOP_POLL_S)
+        moved = {name: words.size(number) for name, number in relay.meter.numbers().items()}
+        self.out.say(f"Relayed    {moved['sent_bytes']}; {moved['fetched_bytes']} came from above")
+
+    async def serve_by(self, count: int, given: list[str], streams: int, name: str, host: str, port: int) -> None:
+        """This process fetches, ``count`` others listen."""
+        token = runtime.token()
+        settings = {"auth": _relay("auth").Auth.of_token(token, Role.PUBLISH), "streams": streams, "name": name}
+        async with self._relay(self.directory / "first", settings, {"host": "127.0.0.1", "port": 0}) as (_, above):
+            with reserved(host, port) as port:
+                where = f"{shown(host)}:{port}"
+                sizes = ["--limit", str(self.limit), "--chunk-bytes", str(self.chunk_bytes)]
+                told = ["relay", "--parent", above, "--listen", where, "--worker", "-q", *sizes, *given]
+                async with Workers(count, told, self.directory, token) as workers:
+                    url = f"{'https' if '--cert' in given else 'http'}://{where}"
+                    self.out.result(url, {"url": url, "name": name, "parent": self.store.url, "workers": count})
+                    watching = asyncio.ensure_future(workers.watch())
+                    while not self.stop.asked():
+                        await asyncio.sleep(STOP_POLL_S)
+                    watching.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _relay(
+        self, directory: Path, settings: dict[str, Any], place: dict[str, Any]
+    ) -> AsyncIterator[tuple[Any, str]]:
+        """A relay that listens, and its URL."""
+        serving = _relay("serving")
+        with contextlib.closing(_relay("cache").Cache(directory, self.limit, self.chunk_bytes)) as cache:
+            relay = serving.Relay(self.store, cache, serving.Settings(**settings), _report(self.out))
+            async with _relay("running").listening(relay, **place) as url:
+                yield relay, url
+
+
+def _input_ended() -> bool:
+    """Whether whoever started this worker is gone: the other end of stdin."""
+    ready, _, _ = select.select([sys.stdin], [], [], 0)
+    return bool(ready) and not os.read(sys.stdin.fileno(), 1)
 
 
 def _relay(module: str) -> Any:
@@ -150,8 +196,8 @@ def _directory(given: Path | None) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _opened(call: Call, parents: str, settings: dict[str, Any]) -> Iterator[Store]:
-    store = call.remote.open(parents, settings["name"])
+def _opened(call: Call, parents: str, name: str) -> Iterator[Store]:
+    store = call.remote.open(parents, name)
     try:
         yield store
     finally:

@@ -146,3 +146,18 @@ RelayName = Annotated[
         rich_help_panel=_TREE,
     ),
 ]
+WorkerCount = Annotated[
+    int,
+    typer.Option(
+        "--workers",
+        metavar="N",
+        min=1,
+        max=64,
+        help="Processes that listen, where one core is not enough (TLS, or a fast network). With several, one more "
+        "fetches for them, and each has its share of --limit.",
+        rich_help_panel=_CACHE,
+    ),
+]
+Worker = Annotated[
+    bool, typer.Option("--worker", hidden=True, help="One of several: shares the port, ends with stdin.")
+]

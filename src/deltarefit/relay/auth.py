@@ -59,6 +59,11 @@ class Auth:
         return cls(tuple(digests))
 
     @classmethod
+    def of_token(cls, token: str, role: Role) -> Auth:
+        """One token, made by this program."""
+        return cls(((hashlib.sha256(token.encode()).digest(), role),))
+
+    @classmethod
     def open(cls) -> Auth:
         """Everybody on this machine may publish: for loopback only, see ``check_listen``."""
         return cls(everybody=Role.PUBLISH)
