@@ -97,7 +97,8 @@ class _Told:
         self._parent, self._cursor = parent, ""
 
     def next(self) -> Sequence[tuple[str, int]]:
-        self._cursor, keys = self._parent.news(self._cursor, NEWS_S)
+        # The first answer comes at once: with it the path to the root, which shows a loop.
+        self._cursor, keys = self._parent.news(self._cursor, NEWS_S if self._cursor else 0.0)
         return keys
 
 
