@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from deltarefit.errors import NotFoundError, UnavailableError, UsageError
+from deltarefit.relay import cache as cache_room
 from deltarefit.relay.arriving import Arrival
 from deltarefit.relay.cache import Cache
 from deltarefit.relay.meter import Meter
@@ -190,7 +191,7 @@ def test_the_limit_holds_and_the_oldest_go_first(tmp_path: Path) -> None:
     in_room(tmp_path, play, limit=8 * CHUNK)
 
 
-def test_what_is_fetched_ahead_pushes_out_only_what_was_read(tmp_path: Path) -> None:
+def test_what_is_fetched_ahead_pushes_out_only_what_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(room: Room) -> None:
         objects = [room.put(2 * CHUNK) for _ in range(4)]
         for key, sha256, data in objects[:2]:
@@ -201,6 +202,10 @@ def test_what_is_fetched_ahead_pushes_out_only_what_was_read(tmp_path: Path) -> 
         assert await room.objects.get(key, sha256, size=len(data)) is not None
         assert not room.objects.holds(objects[0][1])
         assert room.objects.holds(objects[1][1])
+        key, sha256, data = objects[3]
+        assert await room.objects.get(key, sha256, size=len(data)) is None
+        monkeypatch.setattr(cache_room, "UNREAD_S", -1.0)  # nobody will read what an aborted attempt left
+        assert await room.objects.get(key, sha256, size=len(data)) is not None
 
     in_room(tmp_path, play, limit=4 * CHUNK)
 

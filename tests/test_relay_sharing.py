@@ -1,4 +1,4 @@
-"""Many who ask the same share an answer, and none gets one that is older than his question."""
+"""Many who ask the same share an answer, and none gets one that is older than his question; whose turn is next."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from deltarefit.errors import NotFoundError
 from deltarefit.relay.sharing import Shared
+from deltarefit.relay.turns import Turns
 
 
 def test_two_questions_for_any_number_at_once() -> None:
@@ -91,5 +92,49 @@ def test_one_who_goes_away_takes_nobody_along() -> None:
             await first
         go.set()
         assert await second == "there"
+
+    asyncio.run(play())
+
+
+def test_what_is_wanted_goes_first_and_no_turn_is_lost() -> None:
+    async def play() -> None:
+        turns, order, running = Turns(2), [], 0
+        wanted: set[int] = set()
+
+        async def one(number: int) -> None:
+            nonlocal running
+            async with turns.one(lambda: number in wanted):
+                running += 1
+                assert running <= 2
+                order.append(number)
+                await asyncio.sleep(0.001)
+                running -= 1
+
+        tasks = [asyncio.ensure_future(one(number)) for number in range(10)]
+        await asyncio.sleep(0)
+        wanted.update({7, 8})
+        tasks[5].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert order == [0, 1, 7, 8, 2, 3, 4, 6, 9]
+        await asyncio.wait_for(asyncio.gather(one(10), one(11)), 10)
+
+    asyncio.run(play())
+
+
+def test_a_turn_given_to_one_who_goes_away_goes_on() -> None:
+    async def play() -> None:
+        turns, done = Turns(1), []
+
+        async def one(number: int) -> None:
+            async with turns.one(lambda: False):
+                done.append(number)
+
+        async with turns.one(lambda: False):
+            tasks = [asyncio.ensure_future(one(number)) for number in range(3)]
+            await asyncio.sleep(0)
+        tasks[0].cancel()  # in the very moment in which its turn was given
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert done == [1, 2]
+        assert turns._free == 1
 
     asyncio.run(play())

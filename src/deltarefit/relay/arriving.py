@@ -41,11 +41,12 @@ class Bell:
 
 class Arrival:
     """An object of ``size`` bytes whose SHA-256 is ``sha256``, in a file at ``path`` that has that size already. It
-    arrives in chunks of ``chunk_bytes``, in any order. ``proven``: all of it is there and hashes to its name."""
+    arrives in chunks of ``chunk_bytes``, in any order. ``proven``: all of it is there and hashes to its name.
+    ``filling``: it is being fetched. ``read``: somebody below has asked for it, not only fetched it ahead."""
 
     def __init__(self, sha256: str, size: int, path: Path, chunk_bytes: int) -> None:
         self.sha256, self.size, self.path, self.chunk_bytes = sha256, size, path, chunk_bytes
-        self.proven = False
+        self.proven, self.filling = False, True
         self.error: RefitError | None = None
         self.read = False
         self._there = bytearray(-(-size // chunk_bytes))
@@ -56,6 +57,7 @@ class Arrival:
         """A whole file that an earlier process left; not proven yet."""
         arrival = cls(sha256, size, path, max(size, 1))
         arrival._there[:] = b"\1" * len(arrival._there)
+        arrival.filling = False
         return arrival
 
     @property
@@ -74,12 +76,12 @@ class Arrival:
 
     def prove(self) -> None:
         """The whole was found to be what its name says."""
-        self.proven = True
+        self.proven, self.filling = True, False
         self._bell.ring()
 
     def fail(self, error: RefitError) -> None:
         """It will not arrive, or is not what its name says."""
-        self.error = error
+        self.error, self.filling = error, False
         self._bell.ring()
 
     def contiguous(self, position: int) -> int:

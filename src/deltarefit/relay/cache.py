@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections import OrderedDict
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from deltarefit.relay.arriving import Arrival
 
 _NAME = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _PART = ".part"
+UNREAD_S = 120.0
+"""How long an object that was fetched ahead is kept for those who have not read it yet."""
 
 
 class Cache:
@@ -27,6 +30,7 @@ class Cache:
     def __init__(self, directory: Path, limit: int, chunk_bytes: int) -> None:
         self.limit, self._directory, self._chunk_bytes = limit, directory, chunk_bytes
         self._objects: OrderedDict[str, Arrival] = OrderedDict()
+        self._since: dict[str, float] = {}
         self.used = 0
         with disk_errors(f"cannot use {directory} as a cache"):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -46,7 +50,8 @@ class Cache:
 
     def begin(self, sha256: str, size: int, *, wanted: bool) -> Arrival | None:
         """An object that is about to arrive, with its room taken; None if there is no room. For one that is ``wanted``
-        now any whole object makes room; for one fetched ahead only those that were read."""
+        now any whole object makes room; for one fetched ahead only those
+        that were read, or that nobody has read for long."""
         if not self._make_room(size, wanted=wanted):
             return None
         path = self._directory / (sha256 + _PART)
@@ -75,7 +80,7 @@ class Cache:
     def drop(self, arrival: Arrival) -> None:
         """Forget it. Those who have its file open may read on."""
         if self._objects.get(arrival.sha256) is arrival:
-            del self._objects[arrival.sha256]
+            del self._objects[arrival.sha256], self._since[arrival.sha256]
             self.used -= arrival.size
         with contextlib.suppress(OSError):
             arrival.path.unlink(missing_ok=True)
@@ -85,12 +90,13 @@ class Cache:
         return self._directory / f"upload-{os.urandom(8).hex()}{_PART}"
 
     def _add(self, arrival: Arrival) -> None:
-        self._objects[arrival.sha256] = arrival
+        self._objects[arrival.sha256], self._since[arrival.sha256] = arrival, time.monotonic()
         self.used += arrival.size
 
     def _make_room(self, size: int, *, wanted: bool) -> bool:
-        idle = [held for held in self._objects.values() if held.proven or held.whole]
-        may_go = [held for held in idle if wanted or held.read]
+        idle = [held for held in self._objects.values() if not held.filling]
+        old = time.monotonic() - UNREAD_S
+        may_go = [held for held in idle if wanted or held.read or self._since[held.sha256] < old]
         missing = self.used + size - self.limit
         chosen: list[Arrival] = []
         for held in may_go:

@@ -15,11 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from deltarefit.errors import IntegrityError, RefitError, StorageFullError, UnavailableError
+from deltarefit.errors import IntegrityError, RefitError, UnavailableError
 from deltarefit.ports import Store
 from deltarefit.relay.arriving import Arrival
 from deltarefit.relay.cache import Cache
 from deltarefit.relay.meter import Meter
+from deltarefit.relay.turns import Turns
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ class Objects:
 
     def __init__(self, parent: Store, cache: Cache, streams: int, meter: Meter) -> None:
         self._parent, self._cache, self._meter = parent, cache, meter
-        self._streams = asyncio.Semaphore(streams)
+        self._turns = Turns(streams)
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="relay-fetch")
         self._disk = ThreadPoolExecutor(2, thread_name_prefix="relay-hash")
         self._beginning: dict[str, asyncio.Future[Arrival | None]] = {}
@@ -65,10 +66,13 @@ class Objects:
 
     async def _begin(self, key: str, sha256: str, size: int | None) -> Arrival | None:
         known = size if size is not None else await self._in(self._pool, lambda: self._parent.size(key))
+        if (arrived := self._cache.get(sha256)) is not None:  # it was put here meanwhile
+            return arrived
         try:
             arrival = self._cache.begin(sha256, known, wanted=size is None)
-        except StorageFullError:
-            return None  # a full disk costs the cache, and not the object
+        except RefitError:
+            self._meter.count("not_kept")
+            return None  # a full or broken disk costs the cache, and not the object
         if arrival is not None:
             task = asyncio.ensure_future(self._fill(key, arrival))
             self._tasks.add(task)
@@ -100,7 +104,7 @@ class Objects:
         arrival.fail(error)
 
     async def _chunk(self, key: str, arrival: Arrival, start: int, length: int) -> None:
-        async with self._streams:
+        async with self._turns.one(lambda: arrival.read):
             if arrival.error is None:
                 await self._in(self._pool, lambda: self._fetch(key, arrival.path, start, length))
                 arrival.arrived(start)

@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from aiohttp import web
 
-from deltarefit.errors import RefitError
+from deltarefit.errors import RefitError, UnavailableError
 from deltarefit.relay.arriving import Arrival
 from deltarefit.relay.budgets import Budgets
 from deltarefit.relay.meter import Meter
@@ -19,6 +19,7 @@ Upto = Callable[[int], Awaitable[int]]
 
 SLICE_BYTES = 8 << 20
 """Sent between two looks at the peer's budget."""
+PIECE_BYTES = 2 << 20
 ARRIVAL_S = 120.0
 """Longest wait for the next bytes from above while a client holds on."""
 
@@ -85,8 +86,29 @@ class Sender:
             return min(part.stop, await arrival.readable_beyond(position, ARRIVAL_S))
 
         arrival.read = True
-        with arrival.path.open("rb") as file:  # first of all: it may be moved or removed while we wait
+        try:
+            file = arrival.path.open("rb")  # first of all: it may be moved or removed while we wait
+        except FileNotFoundError:
+            raise UnavailableError("the relay's copy has just gone", next_step="Fetch it again.") from None
+        with file:
             return await self._arriving(request, peer, arrival, file, part, so_far)
+
+    async def passing(
+        self, request: web.Request, peer: str, part: Range, fetch: Callable[[int, int], Awaitable[bytes]]
+    ) -> web.StreamResponse:
+        """Part of an object that is not kept, a piece at a time, so that memory stays small."""
+        response = web.StreamResponse(status=part.status, headers=part.headers())
+        await response.prepare(request)
+        try:
+            for position in range(part.start, part.stop, PIECE_BYTES):
+                piece = await fetch(position, min(PIECE_BYTES, part.stop - position))
+                await self._budgets.pass_(peer, len(piece))
+                await asyncio.wait_for(response.write(piece), self._budgets.budget.seconds_for(len(piece)))
+                self._meter.sent(len(piece))
+            await response.write_eof()
+        except (RefitError, OSError, TimeoutError, asyncio.TimeoutError):
+            _cut(request)
+        return response
 
     async def _arriving(
         self, request: web.Request, peer: str, arrival: Arrival, file: BinaryIO, part: Range, so_far: Upto

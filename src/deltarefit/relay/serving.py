@@ -171,7 +171,8 @@ class Relay:
             if arrival is not None:
                 part = Range.of(start, length, arrival.size, partial=partial)
                 return await self._sender.arriving(request, _peer(request), arrival, part)
-        elif (data := self._records.get(key)) is not None:
+            return await self._past_the_cache(request, key, start, length, partial=partial)
+        if (data := self._records.get(key)) is not None:
             part = Range.of(start, length, len(data), partial=partial)
             return await self._sender.bytes_(data[part.start : part.stop], part)
         return await self._passed(key, start, length, partial=partial)
@@ -191,8 +192,16 @@ class Relay:
             part = Range.of(start, length, os.fstat(file.fileno()).st_size, partial=partial)
             return await self._sender.file(request, _peer(request), file, part)
 
+    async def _past_the_cache(
+        self, request: web.Request, key: str, start: int, length: int | None, *, partial: bool
+    ) -> web.StreamResponse:
+        """A content-named object for which there is no room."""
+        size = await self.call(lambda: self.parent.size(key))
+        part = Range.of(start, length, size, partial=partial)
+        return await self._sender.passing(request, _peer(request), part, lambda at, n: self._fetch(key, at, n))
+
     async def _passed(self, key: str, start: int, length: int | None, *, partial: bool) -> web.StreamResponse:
-        """An object that is not kept, or for which there is no room."""
+        """An object that is not kept."""
         data = await self._shared.ask((key, start, length), lambda: self._fetch(key, start, length))
         return await self._sender.bytes_(data, Range(start, start + len(data), None, partial))
 

@@ -58,7 +58,8 @@ class Watcher:
                 task.cancel()
 
     def _heard(self, key: str, size: int) -> None:
-        if self._relay.news.add(key, size) and content_hash(key) and not isinstance(self._relay.parent, LocalFiles):
+        ahead = self._relay.news.add(key, size) and _is_delta(key)  # anchors are large, and few want them
+        if ahead and not isinstance(self._relay.parent, LocalFiles):
             task = asyncio.ensure_future(self._fetch(key, size))
             self._ahead.add(task)
             task.add_done_callback(self._ahead.discard)
@@ -73,6 +74,10 @@ class Watcher:
             except RefitError:
                 return
             await asyncio.sleep(ROOM_S)
+
+
+def _is_delta(key: str) -> bool:
+    return key.startswith("a/") and content_hash(key) is not None
 
 
 async def _apart(work: Callable[[], T]) -> T:

@@ -21,8 +21,8 @@ __all__ = ["Limits", "open_store"]
 
 _CLOUDS = ("s3", "gs", "az")
 _RELAYS = ("http", "https")
-STALL_S = 10.0
-"""A relay that sends nothing for so long is left for the next of several."""
+STALL_S = 5.0
+"""A relay of several that sends nothing for so long is asked whether it lives."""
 _memories: dict[str, ObjectStore] = {}
 _memories_lock = threading.Lock()
 

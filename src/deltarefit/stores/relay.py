@@ -14,16 +14,16 @@ import ssl
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
 import urllib3
-from urllib3.exceptions import HTTPError
+from urllib3.exceptions import HTTPError, ReadTimeoutError
 from urllib3.response import BaseHTTPResponse
 
 from deltarefit.addresses import relay_url
-from deltarefit.errors import FormatError, NotFoundError, UnavailableError, UsageError
+from deltarefit.errors import FormatError, NotFoundError, RefitError, UnavailableError, UsageError
 from deltarefit.relay_api import (
     CREATE,
     LIST,
@@ -49,6 +49,10 @@ REMEMBERED = 4096
 """Reads of content-named objects that are remembered: who asks for one again doubts what came."""
 MOST_LIST_BYTES = 1 << 30
 PIECE_BYTES = 1 << 20
+ANSWER_S = 3.0
+"""How long a relay that is silent may take to say that it lives."""
+LONGEST_SILENCE_S = 120.0
+"""After which it is left all the same."""
 LEAST_RATE = 64 << 10
 """Bytes a second, once the time of a request is over."""
 _ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -116,11 +120,33 @@ class RelayStore:
         headers = dict(PROVE) if self._asked_before(key, start, length) else {}
         if start or length is not None:
             headers["Range"] = f"bytes={start}-{'' if length is None else start + length - 1}"
+        return self._patiently(lambda: self._get(key, start, length, headers))
+
+    def _get(self, key: str, start: int, length: int | None, headers: Mapping[str, str]) -> bytes:
         with self._asking("GET", "read", key, headers, good=(200, 206, 416)) as answer:
             if answer.status == 416:
                 return b""
             body = self._body(answer, key, length if answer.status == 206 else None)
         return body if answer.status == 206 else body[start : None if length is None else start + length]
+
+    def _patiently(self, read: Callable[[], bytes]) -> bytes:
+        """A relay that is silent and lives is waiting itself, for a slow link: asking elsewhere would have the same
+        bytes cross it twice. One that does not answer at all is left."""
+        deadline = time.monotonic() + LONGEST_SILENCE_S
+        while True:
+            try:
+                return read()
+            except _SilentError:
+                if time.monotonic() > deadline or not self._lives():
+                    raise
+
+    def _lives(self) -> bool:
+        try:
+            with self._asking("GET", "ask", "", {}, good=(200,), target=STATUS, read_s=ANSWER_S) as answer:
+                self._json(answer)
+        except RefitError:
+            return False
+        return True
 
     def size(self, key: str) -> int:
         """See ``Store.size``."""
@@ -186,6 +212,7 @@ class RelayStore:
         target: str | None = None,
         body: memoryview | None = None,
         wait: float = 0.0,
+        read_s: float | None = None,
     ) -> Iterator[BaseHTTPResponse]:
         """The answer, its body not read yet; whatever goes wrong, also in the block, as an error of ours. A connection
         whose body was not read to the end is not used again."""
@@ -201,15 +228,14 @@ class RelayStore:
                 redirect=False,
                 preload_content=False,
                 decode_content=False,
-                timeout=self._timeout(wait),
+                timeout=self._timeout(wait, read_s),
             )
             self._judge(answer, method, what, good)
             yield answer
             whole = True
         except (HTTPError, OSError, ValueError) as error:
-            raise UnavailableError(
-                what, found=_words(error), next_step="Check network and relay, then run it again."
-            ) from None
+            kind = _SilentError if isinstance(error, ReadTimeoutError) else UnavailableError
+            raise kind(what, found=_words(error), next_step="Check network and relay, then run it again.") from None
         finally:
             if answer is not None:
                 _let_go(answer, whole=whole)
@@ -291,8 +317,13 @@ class RelayStore:
                 self._reads.popitem(last=False)
         return before
 
-    def _timeout(self, wait: float) -> urllib3.Timeout:
-        return urllib3.Timeout(connect=self._limits.connect_s, read=self._limits.request_s + wait)
+    def _timeout(self, wait: float, read_s: float | None = None) -> urllib3.Timeout:
+        seconds = self._limits.request_s if read_s is None else read_s
+        return urllib3.Timeout(connect=self._limits.connect_s, read=seconds + wait)
+
+
+class _SilentError(UnavailableError):
+    """Nothing came for as long as a request may take."""
 
 
 def _header(token: str | None) -> dict[str, str]:
