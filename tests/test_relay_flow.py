@@ -13,10 +13,14 @@ from pathlib import Path
 import pytest
 
 from deltarefit.errors import NotFoundError, UnavailableError
+from deltarefit.manifest import Intent, Mode, Run
 from deltarefit.ports import Store
+from deltarefit.records import Digest
 from deltarefit.stores import open_store
 from deltarefit.stores.relay import RelayStore
 from tests.relays import CHUNK_BYTES, chain, opened, relay
+
+INTENT = "a/0000000001/intent"
 
 
 def memory() -> Store:
@@ -160,3 +164,20 @@ def test_a_waiting_client_hears_at_once(tmp_path: Path) -> None:
         assert not client.wait("a/0000000001/intent", 0.1)
         threading.Timer(0.2, lambda: store.put("a/0000000001/intent", b"x")).start()
         assert client.wait("a/0000000001/intent", 25)
+
+
+def test_records_of_a_run_that_is_gone_are_not_served(tmp_path: Path) -> None:
+    """A store emptied and used again (F19): whoever opens the new run sees nothing of the old one, at any depth."""
+    store = memory()
+    with chain(store, tmp_path, 3) as url, opened(url) as client:
+        for run in ("0" * 32, "1" * 32):
+            for key, record in (("run", Run(run, "c" * 64)), (INTENT, Intent(run, 1, 0, Digest(), Mode.STAGE, run))):
+                store.put(key, record.to_bytes())
+            for _ in range(2):
+                assert Run.from_bytes(client.get("run")).run == run
+                assert Intent.from_bytes(client.get(INTENT)).run == run
+            fetched_before = RelayStore(url).status()["fetched_bytes"]
+            client.get(INTENT)
+            assert RelayStore(url).status()["fetched_bytes"] == fetched_before  # kept
+            for key, _ in list(store.list()):
+                store.delete(key)
