@@ -27,7 +27,7 @@ LAYERS: dict[str, int] = {
     "anchors": 3, "anchoring": 3, "staging": 3, "asof": 3, "pipeline": 3, "receiver": 3,
     "publisher": 3, "publishing": 3, "relay": 3,
     "cli": 4, "demo": 4, "bench": 4, "testing": 4, "doctor": 4, "compare": 4, "verify": 4, "inspection": 4,
-    "simulation": 4, "ray": 4,
+    "simulation": 4, "ray": 4, "__main__": 4,
 }  # fmt: skip
 ADAPTERS = {"sources", "targets", "stores"}
 PATHS = {name for name, layer in LAYERS.items() if layer == 3} - ADAPTERS

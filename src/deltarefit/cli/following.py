@@ -79,7 +79,7 @@ def follow(
     }
     with Stop() as stop, call.out.progress() as bars:
         patience = Patience(call.out, stop, DIRECTORY if engine is None else ENGINE, endless=not once)
-        errand = _Errand(call, store, once, how, stop, patience, Report(call.out, bars, patience))
+        errand = Errand(call, store, once, how, stop, patience, Report(call.out, bars, patience))
         if into is not None:
             errand.keep_directory(into)
         elif engine is not None:
@@ -88,7 +88,7 @@ def follow(
 
 
 @dataclass(frozen=True)
-class _Errand:
+class Errand:
     """One call of ``follow``."""
 
     call: Call
