@@ -76,7 +76,7 @@ class Desk:
         return str(self.root / f"step-{number}")
 
     def start(self, *arguments: object, **streams: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "deltarefit.cli", *map(str, arguments)]
+        command = [sys.executable, "-m", "deltarefit", *map(str, arguments)]
         path = os.pathsep.join(filter(None, sys.path))
         mine = {
             "PYTHONPATH": path,

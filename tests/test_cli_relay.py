@@ -20,7 +20,7 @@ from deltarefit.errors import UsageError
 from deltarefit.stores import open_store
 from deltarefit.stores.relay import RelayStore
 
-DELTAREFIT = [sys.executable, "-m", "deltarefit.cli"]
+DELTAREFIT = [sys.executable, "-m", "deltarefit"]
 
 
 @contextlib.contextmanager

@@ -25,6 +25,8 @@ VERBS = (
     "anchor",
     "prune",
     "keygen",
+    "relay",
+    "tree",
     "doctor",
     "simulate",
     "demo",
@@ -70,7 +72,7 @@ def test_every_verb_has_the_same_flags_and_help(verb: str, capfd: pytest.Capture
     text = capfd.readouterr().out
     for flag in ("--json", "--quiet", "-q", "--verbose", "-v", "--no-progress"):
         assert flag in text
-    assert ("--endpoint" in text) is (verb not in ("compare", "keygen", "simulate", "demo", "bench codec"))
+    assert ("--endpoint" in text) is (verb not in ("compare", "keygen", "tree", "simulate", "demo", "bench codec"))
 
 
 def test_no_verb_is_forgotten_here() -> None:

@@ -265,3 +265,29 @@ def test_ending_lets_nobody_wait(tmp_path: Path) -> None:
             await waiting
 
     in_room(tmp_path, play)
+
+
+def test_many_who_ask_while_it_is_hashed_cost_no_second_fetch(tmp_path: Path) -> None:
+    """All chunks are there, the proof is not: neither a second proof nor a second fetch, and no wrong byte."""
+
+    async def play(room: Room) -> None:
+        for _ in range(30):
+            key, sha256, data = room.put(8 * CHUNK + 1)
+            stop = asyncio.Event()
+
+            async def ask(key: str = key, sha256: str = sha256, data: bytes = data, stop: asyncio.Event = stop) -> None:
+                while not stop.is_set():
+                    arrival = await room.objects.get(key, sha256, prove=random.random() < 0.5)
+                    stop_at = arrival.readable(0)
+                    assert arrival.path.read_bytes()[:stop_at] == data[:stop_at]
+                    await asyncio.sleep(0)
+
+            asking = [asyncio.ensure_future(ask()) for _ in range(4)]
+            await (await room.objects.get(key, sha256)).settled()
+            await asyncio.sleep(0.005)
+            stop.set()
+            await asyncio.gather(*asking)
+        assert room.meter.numbers()["fetched_bytes"] == 30 * (8 * CHUNK + 1)
+        assert "damaged" not in room.meter.numbers()
+
+    in_room(tmp_path, play)

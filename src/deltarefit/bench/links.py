@@ -39,7 +39,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Shape:
-    """A link's rate, its delay in one direction, the share of packets that it loses, and its largest packet in bytes."""
+    """A link's rate, delay in one direction, share of packets that are lost, and largest packet in bytes."""
 
     mbit: float
     one_way_s: float = 0.0

@@ -115,7 +115,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 
 def _peak(*arguments: str) -> int:
     """Run the command line; its peak resident size in bytes."""
-    command = [sys.executable, "-c", _LAUNCH, sys.executable, "-m", "deltarefit.cli", *arguments]
+    command = [sys.executable, "-c", _LAUNCH, sys.executable, "-m", "deltarefit", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)  # noqa: S603
     if done.returncode != 0:
         raise RefitError(f"{' '.join(arguments)} failed with {done.returncode}: {done.stderr[-2000:]}")

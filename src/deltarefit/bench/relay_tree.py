@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -117,15 +118,13 @@ class Tree:
         return Relay(side, process, first_line(process), self._token)
 
     def status(self) -> dict[str, dict[str, Any]]:
-        """What each relay that runs says of itself."""
-        return {name: relay.status() for name, relay in self.relays.items()}
+        """What each relay that runs says of itself, all asked at once."""
+        with ThreadPoolExecutor(len(self.relays)) as asking:
+            return dict(zip(self.relays, asking.map(Relay.status, self.relays.values()), strict=True))
 
-    def kill(self, name: str) -> dict[str, Any]:
-        """SIGKILL a relay; what it had said of itself just before."""
-        relay = self.relays.pop(name)
-        last = relay.status()
-        relay.kill()
-        return last
+    def kill(self, name: str) -> None:
+        """SIGKILL a relay."""
+        self.relays.pop(name).kill()
 
     def receivers(self, count: int, fetches: int) -> Receivers:
         """Processes that hold ``count`` receivers, ready to fetch from the leaves."""
@@ -159,13 +158,14 @@ class Receivers:
     def go(self) -> None:
         """Let all of them begin."""
         for process in self._running:
-            _stdin(process).write("go\n")
-            _stdin(process).flush()
+            told(process, "go")
 
     def done(self, most_s: float) -> list[dict[str, Any]]:
         """Of each receiver its seconds, bytes and whether they were the right ones, once all are done."""
         deadline = time.monotonic() + most_s
-        return [one for process in self._running for one in json.loads(_line(process, deadline - time.monotonic()))]
+        return [
+            one for process in self._running for one in json.loads(line_within(process, deadline - time.monotonic()))
+        ]
 
 
 # ------------------------------------------------------------------------------------------ processes
@@ -176,7 +176,7 @@ def relay_command(urls: Sequence[str], listen: str, directory: Path, more: Seque
     above = [word for url in urls for word in ("--parent", url)]
     cache = ("--dir", str(directory), "--limit", str(CACHE_BYTES))
     flags = ("--no-progress", "-q")
-    return [sys.executable, "-m", "deltarefit.cli", "relay", *above, "--listen", listen, *cache, *more, *flags]
+    return [sys.executable, "-m", "deltarefit", "relay", *above, "--listen", listen, *cache, *more, *flags]
 
 
 @contextlib.contextmanager
@@ -205,7 +205,7 @@ def started(
 
 def first_line(process: subprocess.Popen[str]) -> str:
     """What a process says once it is ready. Raises if it ends instead."""
-    return _line(process, START_S)
+    return line_within(process, START_S)
 
 
 def _popen(command: Sequence[str], environment: Mapping[str, str], errors: IO[str]) -> subprocess.Popen[str]:
@@ -224,7 +224,7 @@ def _pinned(core: int | None) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _line(process: subprocess.Popen[str], seconds: float) -> str:
+def line_within(process: subprocess.Popen[str], seconds: float) -> str:
     """The next line of its stdout."""
     lines: queue.Queue[str] = queue.Queue()
     stdout = process.stdout
@@ -246,10 +246,12 @@ def _failed(process: subprocess.Popen[str], found: str) -> RefitError:
     return RefitError("a process of the benchmark did not do its work", found=f"{found}: {errors.read()[-1000:]}")
 
 
-def _stdin(process: subprocess.Popen[str]) -> IO[str]:
+def told(process: subprocess.Popen[str], line: str) -> None:
+    """Say a line to it."""
     if process.stdin is None:
         raise RefitError("a process without stdin")
-    return process.stdin
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
 
 
 def _end(process: subprocess.Popen[str]) -> None:

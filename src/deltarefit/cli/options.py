@@ -208,6 +208,15 @@ Tensors = Annotated[
     typer.Option("--tensors", help="Count changes per tensor, too. This fetches the version's payloads."),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="A tiny model and few rounds: seconds instead of minutes.")]
+RelayCases = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--case",
+        metavar="NAME",
+        help="Only this: egress, depth, nginx, kills or distance. May be given several times.",
+        show_default="all",
+    ),
+]
 Ranks = Annotated[int, typer.Option("--ranks", metavar="N", min=1, max=4, help="Processes of the trainer.")]
 ModelSize = Annotated[
     str,

@@ -87,7 +87,7 @@ class Workers:
         command = [
             sys.executable,
             "-m",
-            "deltarefit.cli",
+            "deltarefit",
             *self._arguments,
             "--dir",
             str(self._directory / f"w{number}"),

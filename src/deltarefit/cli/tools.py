@@ -268,6 +268,19 @@ def bench_recovery(call: Call, quick: options.Quick = False) -> None:
     call.out.final(result)
 
 
+@verb(_bench, "relay", remote=False)
+def bench_relay(call: Call, cases: options.RelayCases = None, quick: options.Quick = False) -> None:
+    """Measure a tree of relays: bytes over the slow link, depth, nginx beside one, relays killed, delay and loss.
+
+    Starts relays and receivers as processes, behind a shaped link between two network namespaces; that needs root
+    and `ip`. Elsewhere, and with --quick, all runs on plain loopback and the rows say so. Takes some minutes, 1 GiB
+    of disk and two cores, and needs the relay extra. The last line of stdout is JSON.
+    """
+    result = _extra("deltarefit.bench.relay").run(quick, cases or [], call.out.say)
+    call.out.table(_extra("deltarefit.bench.relay_report").table(result))
+    call.out.final(result)
+
+
 def _made(cache: Path | None) -> Path:
     directory = cache if cache is not None else cache_directory()
     with disk_errors(f"cannot use {directory}"):

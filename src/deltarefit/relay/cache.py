@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from pathlib import Path
 
-from deltarefit.errors import UsageError
+from deltarefit.errors import UnavailableError, UsageError
 from deltarefit.localfiles import disk_errors, take_lock
 from deltarefit.relay.arriving import Arrival
 
@@ -54,7 +54,7 @@ class Cache:
         that were read, or that nobody has read for long."""
         if not self._make_room(size, wanted=wanted):
             return None
-        path = self._directory / (sha256 + _PART)
+        path = self._directory / f"{sha256}-{os.urandom(4).hex()}{_PART}"  # its own: an older one may still be written
         with disk_errors(f"cannot keep an object of {size} bytes in {self._directory}"):
             _claim(path, size)
         arrival = Arrival(sha256, size, path, self._chunk_bytes)
@@ -62,7 +62,9 @@ class Cache:
         return arrival
 
     def keep(self, arrival: Arrival) -> None:
-        """It is proven: give it its name."""
+        """It is proven: give it its name. One that was dropped meanwhile is gone."""
+        if self._objects.get(arrival.sha256) is not arrival:
+            raise UnavailableError("the relay's copy has just gone", next_step="Fetch it again.")
         path = self._directory / arrival.sha256
         if arrival.path != path:
             arrival.path.replace(path)
@@ -74,8 +76,8 @@ class Cache:
         if sha256 in self._objects or not self._make_room(size, wanted=False):
             return
         arrival = Arrival.kept(sha256, size, path)
-        self.keep(arrival)
         self._add(arrival)
+        self.keep(arrival)
 
     def drop(self, arrival: Arrival) -> None:
         """Forget it. Those who have its file open may read on."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from deltarefit.errors import IntegrityError, RefitError, UnavailableError
 from deltarefit.ports import Store
@@ -23,6 +23,9 @@ from deltarefit.relay.meter import Meter
 from deltarefit.relay.turns import Turns
 
 T = TypeVar("T")
+
+Flight = Callable[[], Coroutine[Any, Any, Arrival | None]]
+Flights = dict[str, "asyncio.Future[Arrival | None]"]
 
 HASH_BYTES = 1 << 20
 
@@ -35,22 +38,28 @@ class Objects:
         self._turns = Turns(streams)
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="relay-fetch")
         self._disk = ThreadPoolExecutor(2, thread_name_prefix="relay-hash")
-        self._beginning: dict[str, asyncio.Future[Arrival | None]] = {}
+        self._beginning: Flights = {}
+        self._proving: Flights = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def get(self, key: str, sha256: str, *, size: int | None = None, prove: bool = False) -> Arrival | None:
         """The object, whole or arriving; fetched if it is not here. None if the cache has no room for it. ``prove``:
         somebody got damaged bytes from here, so the file is hashed again first. ``size`` if it is known: it is being
         fetched ahead then, and makes no object go that nobody has read. Raises what the parent says."""
-        arrival = self._cache.get(sha256)
-        if arrival is not None and arrival.whole and (prove or not arrival.proven):
-            arrival = await self._proven_again(arrival)
-        if arrival is not None:
-            return arrival
-        if (beginning := self._beginning.get(sha256)) is None:
-            beginning = self._beginning[sha256] = asyncio.ensure_future(self._begin(key, sha256, size))
-            beginning.add_done_callback(lambda _: self._beginning.pop(sha256, None))
-        return await asyncio.shield(beginning)
+        if (arrival := self._cache.get(sha256)) is not None:
+            if arrival.filling or (arrival.proven and not prove):
+                return arrival
+            held = arrival
+            if await self._once(self._proving, sha256, lambda: self._proven_again(held)) is not None:
+                return arrival
+        return await self._once(self._beginning, sha256, lambda: self._begin(key, sha256, size))
+
+    async def _once(self, under_way: Flights, sha256: str, start: Flight) -> Arrival | None:
+        """What comes of it, started once for all who ask meanwhile."""
+        if (flight := under_way.get(sha256)) is None:
+            flight = under_way[sha256] = asyncio.ensure_future(start())
+            flight.add_done_callback(lambda _: under_way.pop(sha256, None))
+        return await asyncio.shield(flight)
 
     def holds(self, sha256: str) -> bool:
         """Whether it is here, or on its way."""
@@ -137,8 +146,7 @@ class Objects:
         """A whole file is hashed once more; None, and forgotten, if it is not what its name says."""
         with suppress(RefitError, OSError):
             await self._prove(arrival)
-            if not arrival.proven:
-                self._cache.keep(arrival)
+            self._cache.keep(arrival)
             return arrival
         self._meter.count("damaged")
         self._lost(arrival, UnavailableError("the relay's copy is damaged", next_step="Fetch it again."))

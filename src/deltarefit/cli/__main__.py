@@ -1,7 +1,0 @@
-"""``python -m deltarefit.cli``, for where the script is not on PATH."""
-
-import sys
-
-from deltarefit.cli import main
-
-sys.exit(main())
