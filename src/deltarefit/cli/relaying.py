@@ -17,7 +17,7 @@ from typing import Any
 
 from deltarefit import runtime
 from deltarefit.addresses import parse_listen, shown
-from deltarefit.cli import options, relaying_options, words
+from deltarefit.cli import options, relay_options, words
 from deltarefit.cli.keys import notary
 from deltarefit.cli.output import Output
 from deltarefit.cli.patience import Stop
@@ -42,24 +42,24 @@ STOP_POLL_S = 0.1
 @verb(app, "relay")
 def relay(
     call: Call,
-    parent: relaying_options.Parents = None,
-    listen: relaying_options.Listen = "127.0.0.1:8470",
-    directory: relaying_options.CacheDir = None,
-    limit: relaying_options.Limit = LIMIT_BYTES,
-    streams: relaying_options.Streams = STREAMS,
-    chunk_bytes: relaying_options.ChunkBytes = CHUNK_BYTES,
-    tokens: relaying_options.Tokens = None,
-    cert: relaying_options.Cert = None,
-    key: relaying_options.Key = None,
-    client_ca: relaying_options.ClientCa = None,
-    plain_http: relaying_options.PlainHttp = False,
-    most_requests: relaying_options.MostRequests = REQUESTS,
-    most_rate: relaying_options.MostRate = 0.0,
-    least_rate: relaying_options.LeastRate = LEAST_RATE,
-    workers: relaying_options.WorkerCount = 1,
-    worker: relaying_options.Worker = False,
-    tree: relaying_options.TreeFile = None,
-    name: relaying_options.RelayName = None,
+    parent: relay_options.Parents = None,
+    listen: relay_options.Listen = "127.0.0.1:8470",
+    directory: relay_options.CacheDir = None,
+    limit: relay_options.Limit = LIMIT_BYTES,
+    streams: relay_options.Streams = STREAMS,
+    chunk_bytes: relay_options.ChunkBytes = CHUNK_BYTES,
+    tokens: relay_options.Tokens = None,
+    cert: relay_options.Cert = None,
+    key: relay_options.Key = None,
+    client_ca: relay_options.ClientCa = None,
+    plain_http: relay_options.PlainHttp = False,
+    most_requests: relay_options.MostRequests = REQUESTS,
+    most_rate: relay_options.MostRate = 0.0,
+    least_rate: relay_options.LeastRate = LEAST_RATE,
+    workers: relay_options.WorkerCount = 1,
+    worker: relay_options.Worker = False,
+    tree: relay_options.TreeFile = None,
+    name: relay_options.RelayName = None,
     trust: options.Trust = None,
 ) -> int:
     """Serve a store to many receivers and relays over HTTP, from a bounded cache: each byte crosses the link to the

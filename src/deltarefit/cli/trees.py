@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deltarefit.addresses import relay_url
-from deltarefit.cli import options, relay_options
+from deltarefit.cli import options, tree_options
 from deltarefit.cli.keys import notary
 from deltarefit.cli.output import columns
 from deltarefit.cli.verbs import Call, app, verb
@@ -20,15 +20,15 @@ DEGREE = 4
 @verb(app, "tree", remote=False)
 def tree(
     call: Call,
-    file: relay_options.MaybeTree = None,
-    out: relay_options.TreeOut = None,
-    root: relay_options.Roots = None,
-    relay: relay_options.Relays = None,
-    degree: relay_options.Degree = DEGREE,
-    epoch: relay_options.Epoch = None,
-    run: relay_options.RunId = "",
-    name: relay_options.OfRelay = None,
-    follower: relay_options.OfFollower = None,
+    file: tree_options.MaybeTree = None,
+    out: tree_options.TreeOut = None,
+    root: tree_options.Roots = None,
+    relay: tree_options.Relays = None,
+    degree: tree_options.Degree = DEGREE,
+    epoch: tree_options.Epoch = None,
+    run: tree_options.RunId = "",
+    name: tree_options.OfRelay = None,
+    follower: tree_options.OfFollower = None,
     sign: options.Sign = None,
     trust: options.Trust = None,
 ) -> None:
