@@ -153,6 +153,28 @@ def test_a_name_that_may_not_be_durable_yet_is_made_so_by_whoever_sees_it(tmp_pa
     assert steps == ["fsync ~tmp/*", "link", "fsync a", "fsync root"]
 
 
+def test_the_file_of_an_object(tmp_path: Path, steps: list[str]) -> None:
+    """Whole and durable once its path is given out; nothing but objects have one, and a lost root is not silence."""
+    root = tmp_path / "root"
+    store = DirectoryStore(root)
+    store.create("a/k", b"1")
+    (root / "~tmp" / "writer").hardlink_to(root / "a" / "k")
+    steps.clear()
+    assert store.file("a/k") == root / "a" / "k"
+    assert steps == ["fsync a", "fsync root"]
+    (root / "~tmp" / "writer").unlink()
+    steps.clear()
+    assert store.file("a/k") == root / "a" / "k"
+    assert steps == []
+    assert [store.file(key) for key in ("a", "a/none", "a/k/below")] == [None] * 3
+    for key in ("../root/a/k", "~tmp/writer", "/etc/passwd"):
+        with pytest.raises(UsageError):
+            store.file(key)
+    root.rename(tmp_path / "away")
+    with pytest.raises(UnavailableError):
+        store.file("a/k")
+
+
 def test_a_failing_fsync_is_never_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(str(tmp_path))
 

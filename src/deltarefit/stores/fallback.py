@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from deltarefit.errors import StorageFullError, UnavailableError
+from deltarefit.errors import RefitError, StorageFullError, UnavailableError
 from deltarefit.ports import Store, Watched
 from deltarefit.relay_api import MOST_PATH, content_hash
 from deltarefit.storekeys import check_key, check_range
@@ -93,6 +93,8 @@ class Fallback:
         member = self._order()[0]
         try:
             member.store.create(key, data)
+        except StorageFullError:
+            raise
         except UnavailableError:
             self._failed(member)
             raise
@@ -133,11 +135,15 @@ class Fallback:
         raise errors[0] if errors else UnavailableError(f"nobody tells news of {self.url}")
 
     def wait(self, key: str, seconds: float) -> bool:
-        """See ``Watched.wait``. ``UnavailableError`` if the store that is asked cannot tell."""
-        store = self._order()[0].store
-        if not isinstance(store, Watched):
-            raise UnavailableError(f"{store.url} does not tell what appears")
-        return store.wait(key, seconds)
+        """See ``Watched.wait``: asked of the preferred store that can tell, once. ``UnavailableError`` if none can."""
+        for member in self._order():
+            if isinstance(member.store, Watched):
+                try:
+                    return member.store.wait(key, seconds)
+                except UnavailableError:
+                    self._failed(member)
+                    raise
+        raise UnavailableError(f"{self.url} does not tell what appears")
 
     # ------------------------------------------------------------------------------------ chunks
 
@@ -149,17 +155,19 @@ class Fallback:
         stop = None if length is None else start + length
         position, under_way = start + self._chunk_bytes, deque[tuple[int, "Future[bytes]"]]()
         whole = len(first) == self._chunk_bytes
-        while whole and (under_way or stop is None or position < stop):
-            while len(under_way) < self._streams and (stop is None or position < stop):
-                count = self._chunk_bytes if stop is None else min(self._chunk_bytes, stop - position)
-                under_way.append((count, self._pool.submit(self._chunk, key, position, count)))
-                position += count
-            count, job = under_way.popleft()
-            piece = job.result()
-            yield piece
-            whole = len(piece) == count
-        for _, job in under_way:
-            job.cancel()
+        try:
+            while whole and (under_way or stop is None or position < stop):
+                while len(under_way) < self._streams and (stop is None or position < stop):
+                    count = self._chunk_bytes if stop is None else min(self._chunk_bytes, stop - position)
+                    under_way.append((count, self._pool.submit(self._chunk, key, position, count)))
+                    position += count
+                count, job = under_way.popleft()
+                piece = job.result()
+                yield piece
+                whole = len(piece) == count
+        finally:
+            for _, job in under_way:
+                job.cancel()
 
     def _chunk(self, key: str, start: int, length: int) -> bytes:
         return self._ask(lambda store: store.get(key, start, length))
@@ -178,6 +186,9 @@ class Fallback:
                 except UnavailableError as error:
                     self._failed(member)
                     errors.append(error)
+                except RefitError:  # that something is not there is an answer, too
+                    self._answered(member)
+                    raise
                 else:
                     self._answered(member)
                     return answer

@@ -14,7 +14,7 @@ import ssl
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -23,7 +23,7 @@ from urllib3.exceptions import HTTPError, ReadTimeoutError
 from urllib3.response import BaseHTTPResponse
 
 from deltarefit.addresses import relay_url
-from deltarefit.errors import FormatError, NotFoundError, RefitError, UnavailableError, UsageError
+from deltarefit.errors import NotFoundError, RefitError, UnavailableError, UsageError
 from deltarefit.relay_api import (
     CREATE,
     LIST,
@@ -40,7 +40,7 @@ from deltarefit.relay_api import (
     content_hash,
     error_of,
 )
-from deltarefit.storekeys import check_key, check_prefix, check_range, flat
+from deltarefit.storekeys import check_key, check_prefix, check_range, flat, is_key
 from deltarefit.stores.limits import Limits
 
 CONNECTIONS = 64
@@ -48,7 +48,9 @@ CONNECTIONS = 64
 REMEMBERED = 4096
 """Reads of content-named objects that are remembered: who asks for one again doubts what came."""
 MOST_LIST_BYTES = 1 << 30
-PIECE_BYTES = 1 << 20
+MOST_JSON_BYTES = 4 << 20
+PIECE_BYTES = 256 << 10
+"""Most that is sent or received by one call of the socket: a piece that is sent has the time of a connection."""
 ANSWER_S = 3.0
 """How long a relay that is silent may take to say that it lives."""
 LONGEST_SILENCE_S = 120.0
@@ -56,6 +58,8 @@ LONGEST_SILENCE_S = 120.0
 LEAST_RATE = 64 << 10
 """Bytes a second, once the time of a request is over."""
 _ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
+_PART = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", re.ASCII)
 
 
 class RelayStore:
@@ -117,17 +121,22 @@ class RelayStore:
         if length == 0:
             self.size(key)
             return b""
-        headers = dict(PROVE) if self._asked_before(key, start, length) else {}
+        headers = dict(PROVE) if self._came_before(key, start, length) else {}
         if start or length is not None:
             headers["Range"] = f"bytes={start}-{'' if length is None else start + length - 1}"
-        return self._patiently(lambda: self._get(key, start, length, headers))
+        data = self._patiently(lambda: self._get(key, start, length, headers))
+        self._came(key, start, length)
+        return data
 
     def _get(self, key: str, start: int, length: int | None, headers: Mapping[str, str]) -> bytes:
-        with self._asking("GET", "read", key, headers, good=(200, 206, 416)) as answer:
+        good = (200, 206, 416) if "Range" in headers else (200,)
+        with self._asking("GET", "read", key, headers, good=good) as answer:
             if answer.status == 416:
                 return b""
-            body = self._body(answer, key, length if answer.status == 206 else None)
-        return body if answer.status == 206 else body[start : None if length is None else start + length]
+            if answer.status == 206:
+                return self._exactly(answer, self._part(answer, key, start, length), key)
+            size = self._length(answer, key)  # the whole: of it no more than what was asked for
+            return self._exactly(answer, size if length is None else min(size, start + length), key)[start:]
 
     def _patiently(self, read: Callable[[], bytes]) -> bytes:
         """A relay that is silent and lives is waiting itself, for a slow link: asking elsewhere would have the same
@@ -157,10 +166,10 @@ class RelayStore:
         """See ``Store.list``."""
         below = check_prefix(prefix)
         with self._asking("GET", "list", below, {}, good=(200,), target=f"{LIST}?prefix={quote(below)}") as answer:
-            lines = self._read(answer, MOST_LIST_BYTES, f"list of {below!r}").splitlines()
-        if not lines or lines[-1] != b"null":
-            raise UnavailableError(f"cannot list {below!r} in {self._url}", found="a list without its end")
-        return iter([self._entry(json.loads(line)) for line in lines[:-1]])
+            lines = self._all(answer, MOST_LIST_BYTES).splitlines()
+            if not lines or lines[-1] != b"null":
+                raise UnavailableError(f"cannot list {below!r} in {self._url}", found="a list without its end")
+            return iter([self._entry(json.loads(line)) for line in lines[:-1]])
 
     def delete(self, key: str) -> None:
         """See ``Store.delete``."""
@@ -175,7 +184,7 @@ class RelayStore:
             said = self._json(answer)
         cursor, keys = said.get("cursor"), said.get("keys")
         if not isinstance(cursor, str) or not isinstance(keys, list) or len(keys) > MOST_NEWS:
-            raise FormatError(f"{self._url}: these are no news")
+            raise self._nonsense("news")
         return cursor[:80], [self._entry(entry) for entry in keys]
 
     def wait(self, key: str, seconds: float) -> bool:
@@ -197,7 +206,8 @@ class RelayStore:
 
     def _send(self, verb: str, key: str, data: memoryview, headers: Mapping[str, str]) -> None:
         said = {"Content-Length": str(len(data)), SHA256: hashlib.sha256(data).hexdigest(), **headers}
-        with self._asking("PUT", verb, key, said, good=(200, 201, 204), body=data):
+        pieces = (data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES))
+        with self._asking("PUT", verb, key, said, good=(200, 201, 204), body=pieces):
             pass
 
     @contextlib.contextmanager
@@ -210,48 +220,49 @@ class RelayStore:
         *,
         good: Sequence[int],
         target: str | None = None,
-        body: memoryview | None = None,
+        body: Iterable[memoryview] | None = None,
         wait: float = 0.0,
         read_s: float | None = None,
     ) -> Iterator[BaseHTTPResponse]:
         """The answer, its body not read yet; whatever goes wrong, also in the block, as an error of ours. A connection
         whose body was not read to the end is not used again."""
         what = f"cannot {verb} {key!r} at {self._url}" if key else f"cannot {verb} at {self._url}"
-        whole = False
         answer = None
         try:
             answer = self._pool.request(
                 method,
                 self._url + (target or OBJECTS + key),
-                body=body,  # type: ignore[arg-type]  # any buffer will do
+                body=body,  # type: ignore[arg-type]  # any buffers will do
                 headers={**headers, **self._token},
                 redirect=False,
                 preload_content=False,
                 decode_content=False,
                 timeout=self._timeout(wait, read_s),
             )
-            self._judge(answer, method, what, good)
+            self._judge(answer, what, good)
             yield answer
-            whole = True
-        except (HTTPError, OSError, ValueError) as error:
-            kind = _SilentError if isinstance(error, ReadTimeoutError) else UnavailableError
-            raise kind(what, found=_words(error), next_step="Check network and relay, then run it again.") from None
+        except (HTTPError, OSError, ValueError, RecursionError) as error:
+            kind, found = _SilentError if isinstance(error, ReadTimeoutError) else UnavailableError, _words(error)
+            step = "Check network and relay, then run it again."
+            raise kind(what, found=self._clean(found), next_step=step) from None
         finally:
             if answer is not None:
-                _let_go(answer, whole=whole)
+                _let_go(answer)
 
-    def _judge(self, answer: BaseHTTPResponse, method: str, what: str, good: Sequence[int]) -> None:
+    def _judge(self, answer: BaseHTTPResponse, what: str, good: Sequence[int]) -> None:
         self._note_path(answer.headers.get(PATH, ""), what)
         if 300 <= answer.status < 400:
             raise UsageError(
                 what, found="a redirect", next_step="Give the relay's own address: redirects are not followed."
             )
+        if answer.status not in good and (answer.status < 300 or answer.status == 416):
+            raise self._nonsense("an answer to what was asked")
         if answer.status not in good:
-            body = b"" if method == "HEAD" else answer.read(MOST_ERROR_BYTES)
-            raise error_of(answer.status, body, what)
+            body = self._read(answer, MOST_ERROR_BYTES).decode("utf-8", "replace")
+            raise error_of(answer.status, self._clean(body).encode(), what)
 
     def _note_path(self, header: str, what: str) -> None:
-        path = tuple(one for one in header.split(",")[:MOST_PATH] if _ID.fullmatch(one))
+        path = tuple(one for part in header.split(",")[:MOST_PATH] if _ID.fullmatch(one := part.strip()))
         self._path = path
         if self.own_id and self.own_id in path:
             raise UnavailableError(
@@ -261,61 +272,92 @@ class RelayStore:
                 next_step="Give one of them another parent.",
             )
 
-    def _body(self, answer: BaseHTTPResponse, key: str, most: int | None) -> bytes:
-        length = self._length(answer, key)
-        if most is not None and length > most:
-            raise UnavailableError(
-                f"cannot read {key!r} at {self._url}", expected=f"at most {most} bytes", found=f"{length}"
-            )
-        return self._read(answer, length, key, exactly=True)
+    def _part(self, answer: BaseHTTPResponse, key: str, start: int, length: int | None) -> int:
+        """How many bytes a 206 has. They must be those that were asked for, and all of them: of a content-named object
+        a short chunk says that it ends there. Of what a relay only passes on it may not know the size (``*``)."""
+        count, text = self._length(answer, key), answer.headers.get("Content-Range", "")
+        if said := _PART.fullmatch(text):
+            first, stop = int(said[1]), int(said[2]) + 1
+            known = said[3] != "*"
+            end = int(said[3]) if known else stop
+            whole = stop == (end if length is None else min(start + length, end))
+            whole = whole and (known or content_hash(key) is None)
+            if first == start and whole and count == stop - start:
+                return count
+        raise UnavailableError(
+            f"cannot read {key!r} at {self._url}",
+            expected=f"bytes from {start} on, " + ("all" if length is None else f"{length}"),
+            found=self._clean(f"{count} bytes, Content-Range {text[:60]!r}"),
+        )
 
-    def _read(self, answer: BaseHTTPResponse, most: int, key: str, *, exactly: bool = False) -> bytes:
-        deadline = time.monotonic() + self._limits.request_s + most / LEAST_RATE
-        pieces, left = [], most if exactly else most + 1
-        while left and (piece := answer.read(min(left, PIECE_BYTES))):
-            pieces.append(piece)
-            left -= len(piece)
-            if time.monotonic() > deadline:
-                raise UnavailableError(f"{self._url} is too slow", expected=f"{LEAST_RATE} bytes a second")
-        body = b"".join(pieces)
-        if exactly and len(body) != most:
+    def _exactly(self, answer: BaseHTTPResponse, count: int, key: str) -> bytes:
+        body = self._read(answer, count, due=count)
+        if len(body) != count:
             raise UnavailableError(
                 f"cannot read {key!r} at {self._url}",
-                expected=f"{most} bytes",
+                expected=f"{count} bytes",
                 found=f"{len(body)}: it broke off",
                 next_step="Run it again.",
             )
+        return body
+
+    def _all(self, answer: BaseHTTPResponse, most: int) -> bytes:
+        body = self._read(answer, most + 1)
         if len(body) > most:
             raise UnavailableError(f"{self._url} sends too much", expected=f"at most {most} bytes")
         return body
 
+    def _read(self, answer: BaseHTTPResponse, most: int, due: int = 0) -> bytes:
+        """The body, and no more than ``most`` bytes of it, each piece as it comes: a relay that sends a byte now and
+        then never runs into the time of one read. Time is given for ``due`` bytes, or for those that came."""
+        began, pieces, got = time.monotonic(), [], 0
+        while got < most and (piece := answer.read1(min(most - got, PIECE_BYTES))):
+            pieces.append(piece)
+            got += len(piece)
+            if time.monotonic() - began > self._limits.request_s + max(due, got) / LEAST_RATE:
+                raise UnavailableError(f"{self._url} is too slow", expected=f"{LEAST_RATE} bytes a second")
+        return b"".join(pieces)
+
     def _json(self, answer: BaseHTTPResponse) -> dict[str, Any]:
-        said = json.loads(self._read(answer, 4 << 20, "answer"))
+        said = json.loads(self._all(answer, MOST_JSON_BYTES))
         if not isinstance(said, dict):
-            raise FormatError(f"{self._url}: not an object")
+            raise self._nonsense("an object")
         return said
 
     def _entry(self, entry: object) -> tuple[str, int]:
         match entry:
-            case [str(key), int(size)] if size >= 0:
-                return check_key(key), size
-        raise FormatError(f"{self._url}: not a key and a size", found=repr(entry)[:80])
+            case [str(key), int(size)] if is_key(key) and size >= 0 and not isinstance(size, bool):
+                return key, size
+        raise self._nonsense("a key and a size")
+
+    def _nonsense(self, expected: str) -> UnavailableError:
+        """Not the caller's fault, nor the log's: another parent may know better."""
+        return UnavailableError(
+            f"{self._url} does not answer as a relay does", expected=expected, next_step="Check what listens there."
+        )
 
     def _length(self, answer: BaseHTTPResponse, key: str) -> int:
         text = answer.headers.get("Content-Length", "")
-        if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
+        if not _NUMBER.fullmatch(text):
             raise UnavailableError(f"cannot read {key!r} at {self._url}", found="an answer without a length")
         return int(text)
 
-    def _asked_before(self, key: str, start: int, length: int | None) -> bool:
-        if content_hash(key) is None:
-            return False
+    def _came_before(self, key: str, start: int, length: int | None) -> bool:
         with self._lock:
-            before = (key, start, length) in self._reads
+            return (key, start, length) in self._reads
+
+    def _came(self, key: str, start: int, length: int | None) -> None:
+        if content_hash(key) is None:
+            return
+        with self._lock:
             self._reads[key, start, length] = None
             if len(self._reads) > REMEMBERED:
                 self._reads.popitem(last=False)
-        return before
+
+    def _clean(self, text: str) -> str:
+        """``text`` from the other side without the token, which some servers repeat."""
+        token = self._token.get("Authorization", "").rpartition(" ")[2]
+        return text.replace(token, "***") if token else text
 
     def _timeout(self, wait: float, read_s: float | None = None) -> urllib3.Timeout:
         seconds = self._limits.request_s if read_s is None else read_s
@@ -334,13 +376,12 @@ def _header(token: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
-def _let_go(answer: BaseHTTPResponse, *, whole: bool) -> None:
-    if whole:
+def _let_go(answer: BaseHTTPResponse) -> None:
+    """An answer that was read to its end has given its connection back; that of any other is closed."""
+    if answer.length_remaining == 0:
         with contextlib.suppress(HTTPError, OSError):
-            answer.drain_conn()
-        answer.release_conn()
-    else:
-        answer.close()
+            answer.read1(1)  # nothing: there was nothing to read, and now it is known
+    answer.close()
 
 
 def _words(error: Exception) -> str:
