@@ -95,6 +95,10 @@ def test_workers_share_a_port_and_come_back(tmp_path: Path) -> None:
             assert {key: one.get(key) for key in kept} == kept
             one.close()
         assert len(names) == 2
+        ended = run(
+            "relay", "--parent", str(tmp_path / "r2"), "--listen", url.removeprefix("http://"), "--workers", "2"
+        )
+        assert ended.returncode == 2  # two relays never share a port
         workers = children(process.pid)
         assert len(workers) == 2
         os.kill(workers[0], signal.SIGKILL)
@@ -134,15 +138,17 @@ def test_bad_calls_end_at_once(tmp_path: Path) -> None:
     ended = run("relay", "--parent", root, "--dir", str(tmp_path / "mine"))
     assert ended.returncode == 2
     assert "no cache" in ended.stderr
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     with relay_process("--parent", str(tmp_path / "root"), "--listen", "127.0.0.1:0") as (_, url):
         taken = url.removeprefix("http://")
-        ended = run("relay", "--parent", str(tmp_path / "root"), "--listen", taken)
-        assert ended.returncode == 2
-        assert taken in ended.stderr
+        for more in ((), ("--workers", "2")):
+            ended = run("relay", "--parent", str(tmp_path / "root"), "--listen", taken, *more)
+            assert ended.returncode == 2
+            assert taken in ended.stderr
 
 
 def test_a_token_from_the_environment(tmp_path: Path) -> None:

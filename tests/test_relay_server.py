@@ -22,6 +22,7 @@ from deltarefit.relay.budgets import Budget
 from deltarefit.relay.serving import Settings
 from deltarefit.relay_api import MOST_WAIT_S, SHA256
 from deltarefit.stores import open_store
+from deltarefit.stores.wrappers import Fault, Faulty, Kind
 from tests.relays import relay
 
 TOKENS = {role: secrets.token_hex(16) for role in ("read", "follow", "publish")}
@@ -293,3 +294,16 @@ def test_numbers(url: str) -> None:
     assert status["sent_bytes"] == 10
     assert status["peak_resident_bytes"] >= status["resident_bytes"] // 2 > 0
     assert b"deltarefit_relay_sent_bytes 10\n" in ask(url, "GET", "/metrics").body
+
+
+def test_what_the_parent_says_of_a_write_is_told_on(tmp_path: Path) -> None:
+    """Of every size, and for every way to write: never HTTP 500."""
+    plan = [Fault(Kind.BEFORE, verb, last=None) for verb in ("put", "create", "delete")]
+    store = Faulty(open_store(f"memory://server-{secrets.token_hex(8)}"), plan)
+    with relay(store, tmp_path / "above") as above, relay(above, tmp_path / "cache") as url:
+        for body in (b"", b"x", bytes(3 << 20)):
+            for headers in ({}, {"If-None-Match": "*"}):
+                reply = ask(url, "PUT", "/v1/o/member/x", body, headers)
+                assert reply.status == 503
+                assert "planned fault" in json.loads(reply.body)["what"]
+        assert ask(url, "DELETE", "/v1/o/member/x").status == 503

@@ -232,7 +232,7 @@ def test_news_that_are_none(body: bytes) -> None:
 
 def test_a_loop_of_parents_is_named() -> None:
     with server(always(says(200, DATA, Deltarefit_Path="above, me,root"))) as made:
-        with pytest.raises(UnavailableError, match="me -> above -> me -> root"):
+        with pytest.raises(UnavailableError, match=r"me -> above -> me\."):
             RelayStore(made.url, own_id="me").get(KEY)
         other = RelayStore(made.url, own_id="another")
         assert other.get(KEY) == DATA

@@ -32,9 +32,13 @@ def reserved(host: str, port: int) -> Iterator[int]:
     """The time in which a port is ours to share: bound, so that nobody else gets it, but not listened on. The port, if
     ``port`` is 0."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as holder:
+    with socket.socket(family, socket.SOCK_STREAM) as probe, socket.socket(family, socket.SOCK_STREAM) as holder:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
+            probe.bind((host, port))  # not shared: fails also if others share the port among themselves
+            port = probe.getsockname()[1]
+            probe.close()
             holder.bind((host, port))
         except OSError as error:
             found = error.strerror or str(error)
@@ -93,7 +97,12 @@ class Workers:
             str(self._directory / f"w{number}"),
         ]
         process = subprocess.Popen(  # noqa: S603
-            command, env=self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            env=self._environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         self._running[number] = process
         assert process.stdout is not None

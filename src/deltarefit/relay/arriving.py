@@ -42,13 +42,14 @@ class Bell:
 class Arrival:
     """An object of ``size`` bytes whose SHA-256 is ``sha256``, in a file at ``path`` that has that size already. It
     arrives in chunks of ``chunk_bytes``, in any order. ``proven``: all of it is there and hashes to its name.
-    ``filling``: it is being fetched. ``read``: somebody below has asked for it, not only fetched it ahead."""
+    ``filling``: it is being fetched. ``read``: somebody below has asked for it, not only fetched it ahead. ``doubted``:
+    its file is not there any more, or has another size, whatever was proven before."""
 
     def __init__(self, sha256: str, size: int, path: Path, chunk_bytes: int) -> None:
         self.sha256, self.size, self.path, self.chunk_bytes = sha256, size, path, chunk_bytes
         self.proven, self.filling = False, True
         self.error: RefitError | None = None
-        self.read = False
+        self.read = self.doubted = False
         self._there = bytearray(-(-size // chunk_bytes))
         self._bell = Bell()
 
@@ -76,7 +77,7 @@ class Arrival:
 
     def prove(self) -> None:
         """The whole was found to be what its name says."""
-        self.proven, self.filling = True, False
+        self.proven, self.filling, self.doubted = True, False, False
         self._bell.ring()
 
     def fail(self, error: RefitError) -> None:

@@ -34,6 +34,7 @@ class Cache:
         self.used = 0
         with disk_errors(f"cannot use {directory} as a cache"):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check_ours()
             self._lock = take_lock(directory / "lock", directory)
             self._take_over()
 
@@ -114,8 +115,14 @@ class Cache:
 
     def _take_over(self) -> None:
         """Whole objects that an earlier relay left, oldest first, as far as they fit; what was arriving is lost."""
-        left = sorted((path for path in self._directory.iterdir()), key=lambda path: path.stat().st_mtime)
-        strange = [path.name for path in left if not _ours(path.name)]
+        for path in sorted(self._directory.iterdir(), key=lambda path: path.stat().st_mtime):
+            if _NAME.fullmatch(path.name) and self._make_room(size := path.stat().st_size, wanted=True):
+                self._add(Arrival.kept(path.name, size, path))
+            elif path.name != "lock":
+                path.unlink()
+
+    def _check_ours(self) -> None:
+        strange = [path.name for path in self._directory.iterdir() if not _ours(path.name)]
         if strange:
             raise UsageError(
                 f"{self._directory} is no cache of a relay",
@@ -123,11 +130,6 @@ class Cache:
                 found=strange[0][:80],
                 next_step="Give another --dir.",
             )
-        for path in left:
-            if _NAME.fullmatch(path.name) and self._make_room(size := path.stat().st_size, wanted=True):
-                self._add(Arrival.kept(path.name, size, path))
-            elif path.name != "lock":
-                path.unlink()
 
 
 def _ours(name: str) -> bool:

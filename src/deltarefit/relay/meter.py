@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+COUNTED = ("sent_bytes", "fetched_bytes", "damaged", "not_kept", "refused", "not_answered")
 _PAGE = resource.getpagesize()
 
 
@@ -33,7 +34,7 @@ class Meter:
     def numbers(self) -> dict[str, int]:
         """All counts, and this process's memory in bytes."""
         with self._lock:
-            counts = {"sent_bytes": 0, "fetched_bytes": 0, **self._counts}
+            counts = {**dict.fromkeys(COUNTED, 0), **self._counts}
         return {**counts, "resident_bytes": _resident(), "peak_resident_bytes": _peak()}
 
 

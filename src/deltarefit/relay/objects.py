@@ -47,7 +47,7 @@ class Objects:
         somebody got damaged bytes from here, so the file is hashed again first. ``size`` if it is known: it is being
         fetched ahead then, and makes no object go that nobody has read. Raises what the parent says."""
         if (arrival := self._cache.get(sha256)) is not None:
-            if arrival.filling or (arrival.proven and not prove):
+            if arrival.filling or (arrival.proven and not prove and not arrival.doubted):
                 return arrival
             held = arrival
             if await self._once(self._proving, sha256, lambda: self._proven_again(held)) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -89,8 +90,12 @@ class Sender:
         try:
             file = arrival.path.open("rb")  # first of all: it may be moved or removed while we wait
         except FileNotFoundError:
+            arrival.doubted = True
             raise UnavailableError("the relay's copy has just gone", next_step="Fetch it again.") from None
         with file:
+            if os.fstat(file.fileno()).st_size != arrival.size:
+                arrival.doubted = True
+                raise UnavailableError("the relay's copy is damaged", next_step="Fetch it again.")
             return await self._arriving(request, peer, arrival, file, part, so_far)
 
     async def passing(

@@ -126,7 +126,7 @@ class Relay:
             async with self._budgets.request(_peer(request)):
                 return await handler(request)
         except RefitError as error:
-            self.meter.count("refused")
+            self.meter.count("refused" if isinstance(error, UsageError) else "not_answered")
             return _told(error)
         except web.HTTPException as error:  # no such path or method
             return web.Response(status=error.status, body=body_of(UsageError(error.reason)))
@@ -148,11 +148,13 @@ class Relay:
         header = request.headers.get("Authorization")
         role = self.settings.auth.role(header)
         if role is None:
-            raise _Unauthorized("this relay asks for a token", next_step="Give it: --token-file, or DELTAREFIT_TOKEN.")
+            what = "asks for a token" if header is None else "does not know this token"
+            step = "Give the token of that relay: --token-file, or DELTAREFIT_TOKEN."
+            raise _Unauthorized(f"relay {self.settings.name} {what}", next_step=step)
         key = request.match_info.get("key", "")
         if role < (least := role_for(request.method, key)):
             raise _Forbidden(
-                f"a {role.name.lower()} token may not {request.method} {key[:80]!r}",
+                f"a {role.name.lower()} token may not {request.method} {key[:80]!r} at relay {self.settings.name}",
                 expected=f"a {least.name.lower()} token",
                 next_step="Use a token with that role.",
             )
@@ -238,11 +240,10 @@ class Relay:
         return web.Response(status=201 if once else 204)
 
     def _hand_over(self, key: str, upload: Upload, *, once: bool) -> None:
-        with upload.data() as view:
-            if once:
-                self.parent.create(key, bytes(view))
-            else:
-                self.parent.put(key, view)
+        if once:
+            self.parent.create(key, bytes(upload.data()))
+        else:
+            self.parent.put(key, upload.data())
 
     async def _delete(self, request: web.Request) -> web.StreamResponse:
         key = _key(request)

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import mmap
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
@@ -36,18 +36,13 @@ class Upload:
     size: int
     sha256: str
 
-    @contextlib.contextmanager
-    def data(self) -> Iterator[memoryview]:
-        """All of it as a view; in memory only as far as it is touched."""
+    def data(self) -> memoryview:
+        """All of it; in memory only as far as it is touched. Goes when nobody holds a part of it any more, which an
+        error may for a while."""
         if self.size == 0:
-            yield memoryview(b"")
-            return
-        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
-            view = memoryview(pages)
-            try:
-                yield view
-            finally:
-                view.release()
+            return memoryview(b"")
+        with self.path.open("rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 @contextlib.asynccontextmanager

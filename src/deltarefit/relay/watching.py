@@ -41,6 +41,7 @@ class Watcher:
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
         self._ahead: set[asyncio.Task[None]] = set()
+        self._path, self._trouble = relay.path, ""
 
     async def run(self) -> None:
         """For ever. Errors of the parent are waited out."""
@@ -51,11 +52,27 @@ class Watcher:
                     for key, size in await _apart(look.next):
                         self._heard(key, size)
                 except RefitError as error:
-                    self._relay.emit(Event("away", text=f"the parent tells nothing: {error.what}"))
+                    self._say(f"the parent tells nothing: {error}")
+                    self._tell_path()
                     await asyncio.sleep(AGAIN_S)
+                else:
+                    self._say("")
+                    self._tell_path()
         finally:
             for task in self._ahead:
                 task.cancel()
+
+    def _say(self, trouble: str) -> None:
+        """What is wrong with the parent, once; and that it is over."""
+        if trouble != self._trouble:
+            self._trouble = trouble
+            self._relay.emit(Event("away", text=trouble or "the parent tells again"))
+
+    def _tell_path(self) -> None:
+        """Children hear at once that the way to the root has changed: a loop of parents is known by it."""
+        if self._relay.path != self._path:
+            self._path = self._relay.path
+            self._relay.news.hurry()
 
     def _heard(self, key: str, size: int) -> None:
         ahead = self._relay.news.add(key, size) and _is_delta(key)  # anchors are large, and few want them

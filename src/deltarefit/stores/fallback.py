@@ -1,8 +1,9 @@
 """Several stores that show the same objects, as one: ordered parents in a tree of relays, or a relay and its bucket.
 
 A store that fails is left out for a while, and what it had not delivered is asked of the next. A content-named object
-is taken in chunks, side by side, each from whoever has it: what has arrived is never asked for again (F17). Whatever is
-not named by its content comes whole from one store.
+is taken in chunks, side by side, each from whoever has it: what has arrived is never asked for again (F17). Who asks
+for the same bytes of one again got damaged ones: another store is preferred then (F18). Whatever is not named by its
+content comes whole from one store.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ ROUNDS = 3
 """How often all are asked before it is an error."""
 PAUSE_S = 0.25
 """Longest wait before the second round; twice that before the third."""
+DOUBT_S = 20.0
+"""So soon after a read, the same once more means that what came was damaged; later it is a reader of its own."""
+REMEMBERED = 4096
+"""Reads of content-named objects of which it is known who answered."""
 
 
 @dataclass
@@ -61,6 +66,7 @@ class Fallback:
         self._chunk_bytes, self._streams = chunk_bytes, streams
         self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
+        self._gave: OrderedDict[tuple[str, int, int | None], tuple[Store, float]] = OrderedDict()
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="deltarefit-chunk")
 
     @property
@@ -70,8 +76,11 @@ class Fallback:
 
     @property
     def path(self) -> tuple[str, ...]:
-        """Ids of the relays from the preferred one that answers to the root."""
-        path: tuple[str, ...] = getattr(self._order()[0].store, "path", ())
+        """Ids of the relays from the preferred one that answers to the root. One that leads back here is not on the way
+        if any other does not: else those below would take a loop for it that nobody goes round."""
+        stores = [member.store for member in self._order()]
+        straight = [store for store in stores if not getattr(store, "loops", False)]
+        path: tuple[str, ...] = getattr((straight or stores)[0], "path", ())
         return path[:MOST_PATH]
 
     def __repr__(self) -> str:
@@ -103,8 +112,10 @@ class Fallback:
         """See ``Store.get``."""
         check_key(key)
         check_range(start, length)
-        if content_hash(key) is None or (length is not None and length <= self._chunk_bytes):
+        if content_hash(key) is None:
             return self._ask(lambda store: store.get(key, start, length))
+        if length is not None and length <= self._chunk_bytes:
+            return self._chunk(key, start, length)
         return b"".join(self._chunks(key, start, length))
 
     def size(self, key: str) -> int:
@@ -150,7 +161,8 @@ class Fallback:
     def _chunks(self, key: str, start: int, length: int | None) -> Iterator[bytes]:
         """The chunks of an object in order, the next ``streams`` of them under way, until one is short. The first is
         waited for alone: most objects are smaller than a chunk."""
-        first = self._chunk(key, start, self._chunk_bytes)
+        doubted = self._doubted((key, start, self._chunk_bytes))
+        first = self._chunk(key, start, self._chunk_bytes, doubted)
         yield first
         stop = None if length is None else start + length
         position, under_way = start + self._chunk_bytes, deque[tuple[int, "Future[bytes]"]]()
@@ -159,7 +171,7 @@ class Fallback:
             while whole and (under_way or stop is None or position < stop):
                 while len(under_way) < self._streams and (stop is None or position < stop):
                     count = self._chunk_bytes if stop is None else min(self._chunk_bytes, stop - position)
-                    under_way.append((count, self._pool.submit(self._chunk, key, position, count)))
+                    under_way.append((count, self._pool.submit(self._chunk, key, position, count, doubted)))
                     position += count
                 count, job = under_way.popleft()
                 piece = job.result()
@@ -169,16 +181,37 @@ class Fallback:
             for _, job in under_way:
                 job.cancel()
 
-    def _chunk(self, key: str, start: int, length: int) -> bytes:
-        return self._ask(lambda store: store.get(key, start, length))
+    def _chunk(self, key: str, start: int, length: int, doubted: Store | None = None) -> bytes:
+        """``doubted``: who gave where the object begins; a wrong size may have hidden this chunk then."""
+        what = key, start, length
+
+        def get(store: Store) -> bytes:
+            data = store.get(*what)
+            self._remember(what, store)
+            return data
+
+        return self._ask(get, self._doubted(what) or doubted)
+
+    def _doubted(self, what: tuple[str, int, int | None]) -> Store | None:
+        """Who gave these bytes just now."""
+        with self._lock:
+            store, at = self._gave.get(what, (None, 0.0))
+        return store if self._clock() - at < DOUBT_S else None
+
+    def _remember(self, what: tuple[str, int, int | None], store: Store) -> None:
+        with self._lock:
+            self._gave[what] = store, self._clock()
+            self._gave.move_to_end(what)
+            if len(self._gave) > REMEMBERED:
+                self._gave.popitem(last=False)
 
     # ------------------------------------------------------------------------------------ whom to ask
 
-    def _ask(self, call: Callable[[Store], T]) -> T:
-        """The first answer, from the preferred store on."""
+    def _ask(self, call: Callable[[Store], T], doubted: Store | None = None) -> T:
+        """The first answer, from the preferred store on; the ``doubted`` one after the others that are well."""
         for turn in range(ROUNDS):
             errors = []
-            for member in self._order():
+            for member in self._order(doubted):
                 try:
                     answer = call(member.store)
                 except StorageFullError:
@@ -202,10 +235,10 @@ class Fallback:
             next_step="Check them and the network, then run it again.",
         )
 
-    def _order(self) -> Sequence[_Member]:
+    def _order(self, doubted: Store | None = None) -> Sequence[_Member]:
         """The preferred one first; those that failed lately last."""
         now = self._clock()
-        return sorted(self._members, key=lambda member: member.back_at > now)
+        return sorted(self._members, key=lambda member: (member.back_at > now, member.store is doubted))
 
     def _failed(self, member: _Member) -> None:
         with self._lock:

@@ -98,6 +98,11 @@ class RelayStore:
         """Ids of the relays from this one to the root, as it last told."""
         return self._path
 
+    @property
+    def loops(self) -> bool:
+        """Whether that way leads back to the relay that this client is a part of."""
+        return self.own_id in self._path
+
     def __repr__(self) -> str:
         return f"RelayStore({self._url!r})"
 
@@ -151,11 +156,15 @@ class RelayStore:
 
     def _lives(self) -> bool:
         try:
-            with self._asking("GET", "ask", "", {}, good=(200,), target=STATUS, read_s=ANSWER_S) as answer:
-                self._json(answer)
+            self._greet()
         except RefitError:
             return False
         return True
+
+    def _greet(self) -> None:
+        """Ask who it is, which it can say without its own parents. Raises if it does not answer, or leads back here."""
+        with self._asking("GET", "ask", "", {}, good=(200,), target=STATUS, read_s=ANSWER_S):
+            pass
 
     def size(self, key: str) -> int:
         """See ``Store.size``."""
@@ -228,6 +237,8 @@ class RelayStore:
         whose body was not read to the end is not used again."""
         what = f"cannot {verb} {key!r} at {self._url}" if key else f"cannot {verb} at {self._url}"
         answer = None
+        if self.own_id and (self.loops or not self._path) and not (target or "").startswith((STATUS, NEWS)):
+            self._greet()  # a parent that leads back here would ask us what we ask it, and nobody would ever answer
         try:
             answer = self._pool.request(
                 method,
@@ -252,9 +263,8 @@ class RelayStore:
     def _judge(self, answer: BaseHTTPResponse, what: str, good: Sequence[int]) -> None:
         self._note_path(answer.headers.get(PATH, ""), what)
         if 300 <= answer.status < 400:
-            raise UsageError(
-                what, found="a redirect", next_step="Give the relay's own address: redirects are not followed."
-            )
+            step = "Give the relay's own address: redirects are not followed."
+            raise UsageError(what, found="a redirect", next_step=step)
         if answer.status not in good and (answer.status < 300 or answer.status == 416):
             raise self._nonsense("an answer to what was asked")
         if answer.status not in good:
@@ -264,11 +274,11 @@ class RelayStore:
     def _note_path(self, header: str, what: str) -> None:
         path = tuple(one for part in header.split(",")[:MOST_PATH] if _ID.fullmatch(one := part.strip()))
         self._path = path
-        if self.own_id and self.own_id in path:
+        if self.own_id in path:
             raise UnavailableError(
                 what,
                 expected="a parent that leads to a root",
-                found=f"a loop of relays: {' -> '.join((self.own_id, *path))}",
+                found=f"a loop of relays: {' -> '.join((self.own_id, *path[: path.index(self.own_id) + 1]))}",
                 next_step="Give one of them another parent.",
             )
 
