@@ -12,7 +12,8 @@ from deltarefit.pipeline import MOST_PAYLOAD_BYTES, PAYLOAD_BYTES
 _OUTPUT, _ACCESS, _ENGINE, _KEYS = "Output", "Store access", "Serving engines", "Signatures"
 _ADVICE = "Advice"
 _STORE_HELP = (
-    "Where the run lives: a directory, file:///dir, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix."
+    "Where the run lives: a directory, file:///dir, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or a "
+    "relay at https://host:port; several URLs joined by commas are tried in that order."
 )
 _CHECKPOINT_HELP = "A .safetensors file, or a Hugging Face checkpoint directory."
 
