@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError
 
-from deltarefit.errors import UnavailableError
+from deltarefit.errors import RefitError, UnavailableError
 
 Self = TypeVar("Self", bound="Actors")
 
@@ -55,14 +55,14 @@ class Actors:
         """All answers, in order; a ``Silent`` instead of one that does not come."""
         return _answers(self._handles, method, timeout_s)
 
-    def await_started(self, timeout_s: float) -> None:
-        """Raises what went wrong in the first actor that has not started."""
-        for name, answer in zip(self.names, self.ask("trouble", timeout_s), strict=True):
+    def await_started(self, timeout_s: float) -> list[RefitError | None]:
+        """What is wrong with each by now. ``UnavailableError`` for the first that does not run."""
+        answers = self.ask("trouble", timeout_s)
+        for name, answer in zip(self.names, answers, strict=True):
             if isinstance(answer, Silent):
                 step = "If its node has no CPU left: options={'num_cpus': 0}."
                 raise UnavailableError(f"{name} did not start", found=answer.found, next_step=step)
-            if answer is not None:
-                raise answer
+        return answers
 
     def status(self) -> list[dict[str, Any]]:
         """One for each actor: ``name``, ``alive`` (whether it answers), ``error`` (empty if all is well), and what it

@@ -69,7 +69,8 @@ class Relays(Actors):
             for name, above, node, one in zip(names, parents, placed, ports, strict=True):
                 plan = RelayPlan(name, above, known[node], one, access, cache_bytes, directory, streams)
                 relays.add(name, actor_on(node, RelayActor, plan, options))
-            relays.await_started(timeout_s)
+            for trouble in filter(None, relays.await_started(timeout_s)):
+                raise trouble
         except BaseException:
             relays.close()
             raise
