@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import http.client
 import os
 import random
 import secrets
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 
 from deltarefit.errors import NotFoundError, RefitError, StorageFullError, UnavailableError
+from deltarefit.relay import running
 from deltarefit.relay_api import SHA256
 from deltarefit.stores import open_store
 from deltarefit.stores.fallback import STREAMS
@@ -300,6 +302,28 @@ def test_many_clients_at_once(tmp_path: Path) -> None:
     ):
         assert list(pool.map(lambda _: fetched(leaf, list(kept)), range(64))) == [kept] * 64
         assert (numbers(leaf)["fetched_bytes"], numbers(root)["sent_bytes"]) == (total, total)
+
+
+def test_a_connection_that_is_used_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests so short that whoever looks for silent connections never sees one: none is cut between two. One on
+    which nothing is asked is."""
+    monkeypatch.setattr(running, "SILENT_S", 1.0)
+    monkeypatch.setattr(running, "SWEEP_S", 0.2)
+    store = open_store(str(tmp_path / "root"))
+    store.put("head", b"x")
+    with relay(store, tmp_path / "c0") as url:
+        parts = urlsplit(url)
+        busy = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+        busy.auto_open = 0
+        busy.connect()
+        with contextlib.closing(busy), raw(url, "") as idle:
+            ends = time.monotonic() + 4
+            while time.monotonic() < ends:
+                busy.request("HEAD", "/v1/o/head")
+                answer = busy.getresponse()
+                assert (answer.status, answer.read()) == (200, b"")
+                time.sleep(0.01)
+            assert idle.recv(1) == b""
 
 
 @pytest.mark.parametrize("verb", ["put", "create"])

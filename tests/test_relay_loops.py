@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from deltarefit.errors import NotFoundError, RefitError, UnavailableError
+from deltarefit.ports import Store
 from deltarefit.stores.relay import RelayStore
 from tests.relays import opened
 from tests.test_cli_relay import objects, relay_process
@@ -40,6 +41,25 @@ def ring(count: int, last_resort: str | None = None) -> Iterator[list[str]]:
         yield urls
 
 
+def path_of(url: str) -> list[str]:
+    with contextlib.closing(RelayStore(url)) as store:
+        return store.status()["path"]
+
+
+def there(store: Store, key: str) -> bool:
+    try:
+        return store.size(key) > 0
+    except UnavailableError:
+        return False
+
+
+def until(settled: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not settled():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def error_of(url: str, verb: str, key: str) -> RefitError:
     with contextlib.closing(RelayStore(url)) as store, pytest.raises(RefitError) as caught:
         getattr(store, verb)(key, *([b"x"] if verb in ("put", "create") else []))
@@ -51,7 +71,8 @@ def error_of(url: str, verb: str, key: str) -> RefitError:
 def test_a_loop_is_named_and_nobody_hangs(tmp_path: Path, count: int) -> None:
     content = next(iter(objects(tmp_path / "root", 1, 1000)))
     with ring(count) as urls, ThreadPoolExecutor(16) as pool:
-        time.sleep(2)  # what was asked before the relays had heard of each other ends by the time of a request
+        # What is asked before the relays have heard of each other ends by the time of a request only.
+        until(lambda: all(path_of(url).count(f"relay-{number}") > 1 for number, url in enumerate(urls)))
         asked = [(url, verb) for url in urls for verb in ("get", "size", "put", "create", "delete")]
         keys = {"get": content, "size": content}
         began = time.monotonic()
@@ -71,7 +92,10 @@ def test_a_loop_with_a_way_out_works(tmp_path: Path, count: int) -> None:
     """Every relay of it, all the time: the one that knows a root uses it, and is its neighbours' way there."""
     kept = objects(tmp_path / "root", 4, 100_000)
     with ring(count, f"file://{tmp_path / 'root'}") as urls:
-        time.sleep(2)
+        first = next(iter(kept))
+        for url in urls:  # they have to hear of each other first; from then on nothing may fail
+            with opened(url) as store:
+                until(lambda store=store: there(store, first))  # type: ignore[misc]
         for turn, (key, data) in enumerate(kept.items()):
             for url in urls:
                 began = time.monotonic()

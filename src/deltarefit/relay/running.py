@@ -97,12 +97,13 @@ async def _let_go_of_silent(runner: web.AppRunner) -> None:
     """A connection on which no request was ever made holds a descriptor for nothing; aiohttp ends only those that fall
     silent after one."""
     loop = asyncio.get_running_loop()
-    since: dict[web.RequestHandler, float] = {}
+    since: dict[tuple[web.RequestHandler, int], float] = {}
     while True:
         await asyncio.sleep(SWEEP_S)
         connections = runner.server.connections if runner.server else []
-        waiting = [one for one in connections if one._current_request is None]
-        since = {one: since.get(one, loop.time()) for one in waiting}
-        for one, first in since.items():
+        # With the number of its requests: one that is busy with short ones is between two of them at most looks.
+        waiting = [(one, getattr(one, "_request_count", 0)) for one in connections if one._current_request is None]
+        since = {entry: since.get(entry, loop.time()) for entry in waiting}
+        for (one, _), first in since.items():
             if loop.time() - first > SILENT_S:
                 one.force_close()
