@@ -27,7 +27,6 @@ from deltarefit.cli.relaying import CHUNK_BYTES
 from deltarefit.errors import UsageError
 
 Say = Callable[[str], None]
-MakeLink = Callable[[], AbstractContextManager[Link]]
 
 ONE: Above = {"a": ROOT}
 THREE: Above = {"a": ROOT, "b": "a", "c": "b"}

@@ -66,10 +66,6 @@ class Arrival:
         """(start, length) of all chunks."""
         return [(start, min(self.chunk_bytes, self.size - start)) for start in range(0, self.size, self.chunk_bytes)]
 
-    @property
-    def whole(self) -> bool:
-        return all(self._there)
-
     def arrived(self, start: int) -> None:
         """The chunk at ``start`` is in the file."""
         self._there[start // self.chunk_bytes] = 1

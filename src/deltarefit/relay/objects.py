@@ -61,10 +61,6 @@ class Objects:
             flight.add_done_callback(lambda _: under_way.pop(sha256, None))
         return await asyncio.shield(flight)
 
-    def holds(self, sha256: str) -> bool:
-        """Whether it is here, or on its way."""
-        return self._cache.get(sha256) is not None
-
     async def close(self) -> None:
         """Stop fetching."""
         for task in list(self._tasks):

@@ -136,7 +136,7 @@ class Sender:
         return response
 
     async def _pieces(self, request: web.Request, peer: str, file: BinaryIO, part: Range, upto: Upto) -> None:
-        if part.empty or request.method == "HEAD":
+        if part.empty:
             return
         if request.transport is None:
             raise ConnectionResetError

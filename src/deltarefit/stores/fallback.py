@@ -132,12 +132,13 @@ class Fallback:
 
     def news(self, after: str, seconds: float) -> tuple[str, Sequence[tuple[str, int]]]:
         """See ``Watched.news``. A cursor belongs to the store that gave it: the next one begins anew."""
-        told = [(number, m) for number, m in enumerate(self._members) if isinstance(m.store, Watched)]
-        now, errors = self._clock(), []
-        for number, member in sorted(told, key=lambda one: one[1].back_at > now):
-            mine, _, cursor = after.partition(":")
+        errors = []
+        for member in self._order():
+            if not isinstance(member.store, Watched):
+                continue
+            number, (mine, _, cursor) = self._members.index(member), after.partition(":")
             try:
-                cursor, keys = member.store.news(cursor if mine == str(number) else "", seconds)  # type: ignore[attr-defined]
+                cursor, keys = member.store.news(cursor if mine == str(number) else "", seconds)
                 self._answered(member)
                 return f"{number}:{cursor}", keys
             except UnavailableError as error:
